@@ -1,0 +1,164 @@
+"""The one interface of a store, whether it is embedded in this process or served by a sidecar.
+
+`kvstore.open()` and `kvstore.connect()` both return a KvStore; tests/conformance runs one suite against both.
+All methods may be called from any thread. Arguments are checked before anything changes.
+
+    match -> lease -> load_into -> release          stage -> write_from -> commit | abort
+
+A buffer is anything with the buffer protocol, DLPack, or a torch tensor on the CPU, C-contiguous, holding
+[blocks, block_bytes] (or [blocks, part_bytes] where a part is named) bytes whatever its own shape and dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from kvstore.events import EventPage
+    from kvstore.tokens import Tokens
+    from kvstore.types import CommitResult, LoadResult, Namespace, Pin, PrefixMatch, Root, StoreStats
+
+BlockBuffer: TypeAlias = Any
+
+
+class Lease(Protocol):
+    """The right to read the first `blocks` blocks of a prompt; none of them is evicted or reused while it is held."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks protected; less than the match had if some vanished in between."""
+        ...
+
+    def load_into(self, buffer: BlockBuffer, *, from_block: int = 0, part: int | None = None) -> LoadResult:
+        """Copy blocks [from_block, blocks) into the rows of `buffer`, as many as it has rows for.
+
+        Every block that comes from disk or a wire is verified. The result counts the leading rows that are right;
+        fewer than asked means the rest is a miss. Raises InvalidBufferError or ClosedError before any row is written.
+        """
+        ...
+
+    def release(self) -> None:
+        """End the lease; idempotent."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Stage(Protocol):
+    """A store that has begun: invisible until commit. Leaving the `with` block commits, an exception aborts."""
+
+    @property
+    def from_block(self) -> int:
+        """First block that wants bytes; blocks before it are stored, or being stored, already."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks, from `from_block` on, want bytes. 0 means that there is nothing to write."""
+        ...
+
+    def write_from(self, buffer: BlockBuffer, *, from_block: int | None = None, part: int | None = None) -> int:
+        """Copy rows of `buffer` into the stage; row i is block `from_block` + i of the prompt.
+
+        `from_block` defaults to the one given to `stage()`. Rows of blocks that want no bytes are skipped. Without
+        `part`, a row holds all parts one after the other. Returns the number of rows taken.
+        """
+        ...
+
+    def commit(self) -> CommitResult:
+        """Make the leading blocks whose every part was written visible, atomically; drop the others."""
+        ...
+
+    def abort(self) -> None:
+        """Drop everything written; idempotent, and a no-op after commit."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class KvStore(Protocol):
+    """Prefix-addressed storage of KV blocks."""
+
+    def match(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        root: Root | None = None,
+        touch: bool = True,
+        request_id: str | None = None,
+    ) -> PrefixMatch:
+        """The longest stored prefix of `tokens`, in whole blocks.
+
+        A touching lookup renews recency and is counted, once for each `request_id`; `touch=False` does neither.
+        """
+        ...
+
+    def lease(self, match: PrefixMatch) -> Lease:
+        """Protect a match. What vanished since then is left out; raises NoSpaceError at the limit of leases."""
+        ...
+
+    def stage(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> Stage:
+        """Begin to store the blocks [from_block, whole blocks of tokens).
+
+        Blocks present, or staged by someone else, are left out (single-flight). The stage is shortened to what the
+        host tier has room for, and is empty if block `from_block` - 1 is missing.
+        """
+        ...
+
+    def pin(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
+    ) -> Pin:
+        """Protect the stored prefix of `tokens` from eviction; pinning 0 blocks is allowed and protects nothing."""
+        ...
+
+    def unpin(self, pin_id: int) -> bool:
+        """End a pin; false if there is none of that id (any more)."""
+        ...
+
+    def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
+        """Drop the blocks of this prefix from `from_block` on, with all that was stored below them, from every tier.
+
+        Leased and pinned blocks, and their ancestors, stay. Returns the number of blocks dropped.
+        """
+        ...
+
+    def clear(self, namespace: Namespace) -> int:
+        """Drop all blocks of a namespace, pinned ones too; answered only when no restart can bring one back.
+
+        Readers that hold a lease finish with their bytes intact. Returns the number of blocks dropped.
+        """
+        ...
+
+    def stats(self) -> StoreStats:
+        """Occupancy and counters since the start."""
+        ...
+
+    def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
+        """The log of what was stored and removed, after a sequence number."""
+        ...
+
+    def flush(self) -> None:
+        """Return when everything committed and admitted to disk is there, to be found again after a restart."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; idempotent. An embedded store flushes first."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -1,0 +1,83 @@
+"""Every exception that kvstore raises for a reason outside its own code.
+
+    KvstoreError
+      InvalidArgumentError (also a ValueError)   what the caller handed over cannot be right
+        InvalidTokensError                       token ids out of range, or not a flat integer sequence
+        InvalidLayoutError                       a KvLayout whose fields contradict each other
+        InvalidNamespaceError                    a Namespace or Root with a missing or oversize field
+        InvalidBufferError                       a buffer of the wrong shape, size, or not writable
+        ConfigError                              a setting that is unknown, malformed or out of range
+      LayoutMismatchError                        the other side holds this namespace under another layout
+      PermissionDeniedError                      the secret of a namespace was not proven
+      NoSpaceError                               a tier, lease or stage limit is reached and nothing may go
+      UnavailableError                           the sidecar cannot be reached, is stopping, or was too slow
+      ClosedError                                a store, lease or stage was used after its end
+      StorageError                               the data directory cannot be used
+        DirectoryLockedError                     another process holds it
+        StorageFormatError                       written by a newer version, or by something else
+
+A miss is no error: it is a match of 0 blocks, or a load of fewer blocks than were asked for.
+Asserts in the code state our own invariants and are not part of this tree.
+"""
+
+from __future__ import annotations
+
+
+class KvstoreError(Exception):
+    """Root of all errors that kvstore raises on purpose."""
+
+
+class InvalidArgumentError(KvstoreError, ValueError):
+    """The caller handed over something that cannot be right; nothing was changed."""
+
+
+class InvalidTokensError(InvalidArgumentError):
+    """Token ids must be a flat sequence of integers in 0..2^32-1."""
+
+
+class InvalidLayoutError(InvalidArgumentError):
+    """The fields of a KvLayout contradict each other."""
+
+
+class InvalidNamespaceError(InvalidArgumentError):
+    """A field of a Namespace or Root is missing, empty or too long."""
+
+
+class InvalidBufferError(InvalidArgumentError):
+    """A buffer has the wrong shape or size, is not contiguous, or cannot be written."""
+
+
+class ConfigError(InvalidArgumentError):
+    """A setting is unknown, malformed or out of range."""
+
+
+class LayoutMismatchError(KvstoreError):
+    """The other side holds this namespace under another layout."""
+
+
+class PermissionDeniedError(KvstoreError):
+    """The caller did not prove the secret of the namespace."""
+
+
+class NoSpaceError(KvstoreError):
+    """A limit is reached and nothing may be evicted for this request; try later or raise the limit."""
+
+
+class UnavailableError(KvstoreError):
+    """The sidecar cannot be reached, is stopping, or did not answer within the deadline."""
+
+
+class ClosedError(KvstoreError):
+    """A store, lease or stage was used after its end."""
+
+
+class StorageError(KvstoreError):
+    """The data directory cannot be used: not writable, no space, or not ours."""
+
+
+class DirectoryLockedError(StorageError):
+    """Another process has the data directory open."""
+
+
+class StorageFormatError(StorageError):
+    """The data directory was written by a newer version of kvstore, or by something else."""

@@ -1,0 +1,55 @@
+"""Token ids as they come from callers, made into one flat uint32 array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from kvstore.errors import InvalidTokensError
+
+if TYPE_CHECKING:
+    from kvstore.types import TokenArray
+
+TOKEN_MAX = 2**32 - 1
+PROMPT_TOKENS_MAX = 4 * 2**20
+
+# Any flat int32/int64/uint32 buffer (numpy, torch on the CPU, array, memoryview) or a sequence of ints.
+Tokens: TypeAlias = Any
+
+
+def as_token_array(tokens: Tokens) -> TokenArray:
+    """Return a private, contiguous uint32 copy of `tokens`.
+
+    Raises InvalidTokensError for anything that is not a flat sequence of whole numbers in 0..2^32-1, for bools and
+    floats, and for prompts of more than PROMPT_TOKENS_MAX tokens. O(tokens), one allocation for buffers.
+    """
+    array = _as_integers(tokens)
+    if array.ndim != 1:
+        raise InvalidTokensError(f"tokens have shape {array.shape}, expected one flat sequence")
+    if array.size > PROMPT_TOKENS_MAX:
+        raise InvalidTokensError(f"the prompt has {array.size} tokens, expected at most {PROMPT_TOKENS_MAX}")
+    if array.size and not _fits_uint32(array):
+        bad = next(int(value) for value in array if not 0 <= int(value) <= TOKEN_MAX)
+        raise InvalidTokensError(f"token id {bad} is out of range, expected 0..{TOKEN_MAX}")
+    return np.array(array, dtype=np.uint32, order="C", copy=True)
+
+
+def _as_integers(tokens: Tokens) -> np.ndarray[Any, np.dtype[Any]]:
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise InvalidTokensError(f"tokens are a {type(tokens).__name__}, expected token ids; tokenize the text first")
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as err:
+        raise InvalidTokensError(f"tokens cannot be read as integers: {err}") from err
+    if array.size == 0 and array.dtype == np.float64 and not isinstance(tokens, np.ndarray):
+        return array.astype(np.uint32)  # an empty list has no type of its own
+    if array.dtype.kind not in "iu":
+        raise InvalidTokensError(f"tokens have type {array.dtype}, expected integers in 0..{TOKEN_MAX}")
+    return array
+
+
+def _fits_uint32(array: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    if array.dtype.kind == "i" and int(array.min()) < 0:
+        return False
+    return array.dtype.itemsize <= 4 or int(array.max()) <= TOKEN_MAX
