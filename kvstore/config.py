@@ -1,0 +1,428 @@
+"""Every setting of the sidecar and the command line, once: name, unit, default, limits and one sentence.
+
+A value comes from a flag, else from the environment, else from the TOML file, else from the default. The variable of a
+key is `KVSTORE_` and the key in capitals with `__` for each dot: `tiers.host.capacity_bytes` is
+`KVSTORE_TIERS__HOST__CAPACITY_BYTES`. A key that is not listed here is an error that names the nearest one. This is
+the only file of the product that reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+import os
+import re
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import ConfigError
+from kvstore.quantities import format_size, parse_duration, parse_size
+from kvstore.types import FIELD_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
+DEFAULT_DISK_BYTES = 10 * 2**30
+_ENV_PREFIX = "KVSTORE_"
+_BY_NAME = "<name>"
+_SIZE_BYTES_MAX = 2**60
+
+
+class Kind(enum.Enum):
+    """What values a setting takes, and the unit they have inside the program."""
+
+    SIZE = "bytes"
+    DURATION = "seconds"
+    COUNT = "count"
+    TEXT = "text"
+    LIST = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a field of the tree takes; `auto` says in words what a value of None means."""
+
+    kind: Kind
+    sentence: str
+    minimum: int = 0
+    maximum: int | None = None
+    choices: tuple[str, ...] = ()
+    auto: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: its full key (`<name>` stands for a name of the user's), its rule and its default."""
+
+    key: str
+    rule: Rule
+    default: Any
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable."""
+        return _ENV_PREFIX + self.key.upper().replace(".", "__")
+
+    @property
+    def default_text(self) -> str:
+        """The default as a user would write it."""
+        return format_value(self, self.default)
+
+
+def _setting(default: object, kind: Kind, sentence: str, **limits: Any) -> Any:  # noqa: ANN401  # as dataclasses.field
+    return field(default=default, metadata={"rule": Rule(kind, sentence, **limits)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where the sidecar answers and how it stops."""
+
+    listen: tuple[str, ...] = _setting(
+        (DEFAULT_ADDRESS,), Kind.LIST, "Addresses to serve on: unix:///path, or host:port on loopback (port 0: any)."
+    )
+    metrics_address: str = _setting(
+        "", Kind.TEXT, "host:port of the Prometheus page /metrics, on loopback (port 0: any); empty: no page."
+    )
+    grace_seconds: float = _setting(
+        5.0, Kind.DURATION, "How long open calls may still run after SIGTERM or SIGINT.", maximum=3600
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """The host tier."""
+
+    capacity_bytes: int | None = _setting(
+        None,
+        Kind.SIZE,
+        "Host memory for blocks; more than the machine or its cgroup has is refused.",
+        minimum=2**20,
+        maximum=_SIZE_BYTES_MAX,
+        auto="a quarter of the memory available at start, at least 64MiB",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConfig:
+    """The disk tier."""
+
+    capacity_bytes: int | None = _setting(
+        None,
+        Kind.SIZE,
+        "Disk space for blocks under data_dir, all files counted; 0: no disk tier.",
+        maximum=_SIZE_BYTES_MAX,
+        auto=f"{format_size(DEFAULT_DISK_BYTES)} with data_dir, else 0",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersConfig:
+    """Where blocks lie."""
+
+    host: HostConfig = field(default_factory=HostConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantConfig:
+    """What the sidecar knows of one tenant."""
+
+    secret_files: tuple[str, ...] = _setting(
+        (), Kind.LIST, "Files with the secrets this tenant's clients may prove; one secret a file, newest first."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsConfig:
+    """The event log."""
+
+    capacity_bytes: int = _setting(
+        16 * 2**20,
+        Kind.SIZE,
+        "Memory for the newest events; older ones are dropped and readers told.",
+        minimum=2**16,
+        maximum=2**36,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What the sidecar writes on stderr."""
+
+    level: str = _setting(
+        "info", Kind.TEXT, "Least severe level that is logged.", choices=("debug", "info", "warning", "error")
+    )
+    format: str = _setting(
+        "text", Kind.TEXT, "One line of text, or one JSON object, an event.", choices=("text", "json")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings, checked."""
+
+    address: str = _setting(DEFAULT_ADDRESS, Kind.TEXT, "Where commands such as `kvstore stats` find the sidecar.")
+    data_dir: str = _setting("", Kind.TEXT, "Folder for everything that outlives the process; empty: no disk tier.")
+    server: ServerConfig = field(default_factory=ServerConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict, metadata={"by_name": TenantConfig})
+    events: EventsConfig = field(default_factory=EventsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Capacity of the disk tier once `auto` is decided."""
+        if self.tiers.disk.capacity_bytes is None:
+            return DEFAULT_DISK_BYTES if self.data_dir else 0
+        return self.tiers.disk.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One value in force: its key, the value as text, and where it comes from."""
+
+    key: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """The settings in force and, for each, where its value comes from."""
+
+    config: Config
+    origins: tuple[Origin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    origin: str
+    values: Mapping[str, object]
+
+
+def load_config(
+    *, file: Path | None = None, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
+) -> LoadedConfig:
+    """Settings from flags (by full key), environment, TOML file and defaults; raises ConfigError in one line."""
+    layers = (
+        _Layer("flag", flags or {}),
+        _Layer("environment", _environment_values(os.environ if environ is None else environ)),
+        _Layer(str(file), {} if file is None else _file_values(file)),
+    )
+    chosen: dict[str, tuple[object, str]] = {}
+    for layer in layers:
+        for key, value in layer.values.items():
+            parsed = _parse(_setting_named(key, layer.origin), key, value, layer.origin)
+            chosen.setdefault(key, (parsed, layer.origin))
+    config = _build(Config, "", {key: value for key, (value, _) in chosen.items()})
+    _check(config)
+    return LoadedConfig(config, tuple(_origins(chosen)))
+
+
+def settings() -> tuple[Setting, ...]:
+    """Every setting there is, in the order of the tree."""
+    return tuple(_walk(Config, ""))
+
+
+def format_value(setting: Setting, value: object) -> str:
+    """A value as a user would write it."""
+    if value is None:
+        return f"auto ({setting.rule.auto})"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if setting.rule.kind is Kind.SIZE and isinstance(value, int):
+        return format_size(value)
+    if setting.rule.kind is Kind.DURATION:
+        return f"{value:g}s"
+    return str(value)
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file, without a final line end; raises ConfigError if there is none or it is too long."""
+    try:
+        secret = path.read_bytes()
+    except OSError as err:
+        raise ConfigError(f"secret file {path} cannot be read: {err.strerror}") from err
+    secret = secret.removesuffix(b"\n").removesuffix(b"\r")
+    if not 1 <= len(secret) <= FIELD_BYTES_MAX:
+        raise ConfigError(f"secret file {path} has {len(secret)} bytes, expected 1..{FIELD_BYTES_MAX}")
+    return secret
+
+
+def user_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The user's cache folder for kvstore, by the XDG rules; not created here."""
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "kvstore"
+
+
+def _walk(section: type[Any], prefix: str) -> Iterator[Setting]:
+    for item in fields(section):
+        if "rule" in item.metadata:
+            yield Setting(prefix + item.name, item.metadata["rule"], item.default)
+        elif "by_name" in item.metadata:
+            yield from _walk(item.metadata["by_name"], f"{prefix}{item.name}.{_BY_NAME}.")
+        else:
+            yield from _walk(_section_of(item.default_factory), f"{prefix}{item.name}.")
+
+
+def _section_of(factory: Any) -> type[Any]:  # noqa: ANN401  # dataclasses types it as a union with a sentinel
+    assert isinstance(factory, type), factory
+    return factory
+
+
+_SETTINGS = {setting.key: setting for setting in settings()}
+_NAMED = {
+    re.compile(re.escape(key).replace(re.escape(_BY_NAME), ".+")): setting
+    for key, setting in _SETTINGS.items()
+    if _BY_NAME in key
+}
+
+
+def _find(key: str) -> Setting | None:
+    if _BY_NAME not in key and key in _SETTINGS:
+        return _SETTINGS[key]
+    return next((setting for pattern, setting in _NAMED.items() if pattern.fullmatch(key)), None)
+
+
+def _setting_named(key: str, origin: str) -> Setting:
+    setting = _find(key)
+    if setting is None:
+        nearest = difflib.get_close_matches(key, _SETTINGS, n=1, cutoff=0)[0]
+        raise ConfigError(f"unknown setting {key!r} ({origin}); the nearest one is {nearest!r}")
+    return setting
+
+
+def _environment_values(environ: Mapping[str, str]) -> dict[str, object]:
+    """Variables of ours. One without `__` that is no setting is left alone: Kubernetes makes such variables itself
+    (KVSTORE_PORT, KVSTORE_SERVICE_HOST, ...) for a service of this name."""
+    values: dict[str, object] = {}
+    for variable, text in environ.items():
+        key = variable.removeprefix(_ENV_PREFIX).lower().replace("__", ".")
+        if variable.startswith(_ENV_PREFIX) and ("." in key or _find(key) is not None):
+            values[key] = text
+    return values
+
+
+def _file_values(file: Path) -> dict[str, object]:
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise ConfigError(f"settings file {file} cannot be read: {err.strerror}") from err
+    except UnicodeDecodeError as err:
+        raise ConfigError(f"settings file {file} is not UTF-8 text (byte {err.start})") from err
+    except tomllib.TOMLDecodeError as err:
+        found = re.search(r"line (\d+)", str(err))
+        raise ConfigError(f"{file}:{found[1] if found else 'end'}: {err}") from err
+    return dict(_flatten(table, ""))
+
+
+def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _parse(setting: Setting, key: str, value: object, origin: str) -> object:
+    try:
+        parsed = _PARSERS[setting.rule.kind](value)
+        _check_limits(setting, parsed)
+    except ValueError as err:
+        raise ConfigError(f"{key} is {value!r} ({origin}): {err}") from err
+    return parsed
+
+
+def _check_limits(setting: Setting, value: object) -> None:
+    rule = setting.rule
+    if rule.choices and value not in rule.choices:
+        raise ValueError(f"expected one of {', '.join(rule.choices)}")
+    if isinstance(value, (int, float)):
+        if value < rule.minimum:
+            raise ValueError(f"expected at least {format_value(setting, rule.minimum)}")
+        if rule.maximum is not None and value > rule.maximum:
+            raise ValueError(f"expected at most {format_value(setting, rule.maximum)}")
+
+
+def _as_size(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return parse_size(_as_text(value, "a size such as 67108864, 64MiB or 1GB"))
+
+
+def _as_duration(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ValueError("expected a finite number of seconds")
+        return float(value)
+    return parse_duration(_as_text(value, "a duration such as 250ms, 2s or 5m"))
+
+
+def _as_count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    text = _as_text(value, "a whole number")
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        raise ValueError("expected a whole number")
+    return int(text)
+
+
+def _as_text(value: object, expected: str = "a text") -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected {expected}")
+    return value
+
+
+def _as_list(value: object) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) and item.strip() for item in items):
+        raise ValueError("expected a list of texts, or one text with commas")
+    return tuple(item.strip() for item in items)
+
+
+_PARSERS: dict[Kind, Callable[[object], object]] = {
+    Kind.SIZE: _as_size,
+    Kind.DURATION: _as_duration,
+    Kind.COUNT: _as_count,
+    Kind.TEXT: _as_text,
+    Kind.LIST: _as_list,
+}
+
+
+def _build(section: type[Any], prefix: str, values: Mapping[str, object]) -> Any:  # noqa: ANN401  # any section
+    built: dict[str, object] = {}
+    for item in fields(section):
+        key = prefix + item.name
+        if "rule" in item.metadata:
+            if key in values:
+                built[item.name] = values[key]
+        elif "by_name" in item.metadata:
+            built[item.name] = {
+                name: _build(item.metadata["by_name"], f"{key}.{name}.", values) for name in _names(f"{key}.", values)
+            }
+        else:
+            built[item.name] = _build(_section_of(item.default_factory), f"{key}.", values)
+    return section(**built)
+
+
+def _names(prefix: str, values: Mapping[str, object]) -> list[str]:
+    return sorted({key.removeprefix(prefix).rpartition(".")[0] for key in values if key.startswith(prefix)})
+
+
+def _check(config: Config) -> None:
+    if config.tiers.disk.capacity_bytes and not config.data_dir:
+        raise ConfigError("tiers.disk.capacity_bytes is set without data_dir; say where the files go (--data-dir)")
+
+
+def _origins(chosen: Mapping[str, tuple[object, str]]) -> Iterator[Origin]:
+    for setting in settings():
+        if _BY_NAME not in setting.key:
+            value, origin = chosen.get(setting.key, (setting.default, "default"))
+            yield Origin(setting.key, format_value(setting, value), origin)
+    for key, (value, origin) in sorted(chosen.items()):
+        if key not in _SETTINGS:
+            yield Origin(key, format_value(_setting_named(key, origin), value), origin)
