@@ -1,0 +1,234 @@
+"""Every metric of the sidecar, once, on a registry of the caller's.
+
+Nothing is counted twice: what the store counts itself is read from its `StoreStats` when Prometheus scrapes, and only
+calls are counted here. Hits are counted in tokens; rates and ratios are left to the query:
+
+    hit rate = rate(kvstore_hit_tokens_total) / rate(kvstore_lookup_tokens_total)
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from kvstore.types import StoreStats
+
+Sample = tuple[tuple[str, ...], float]
+
+# 50 us .. 10 s: from a lookup in memory to a bulk transfer at its deadline.
+CALL_SECONDS_BUCKETS = (
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMetric:
+    """One metric read from the store: its name as scraped, labels, meaning, and how it is read."""
+
+    name: str
+    sentence: str
+    read: Callable[[StoreStats], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+
+def _single(value: float) -> tuple[Sample, ...]:
+    return (((), value),)
+
+
+def _by_label(values: dict[str, int]) -> Iterator[Sample]:
+    return (((label,), value) for label, value in sorted(values.items()))
+
+
+STORE_METRICS = (
+    StoreMetric(
+        "kvstore_tier_capacity_bytes",
+        "Most bytes that a tier may hold.",
+        lambda stats: _by_label({name: tier.capacity_bytes for name, tier in stats.tiers.items()}),
+        ("tier",),
+    ),
+    StoreMetric(
+        "kvstore_tier_used_bytes",
+        "Bytes that a tier holds.",
+        lambda stats: _by_label({name: tier.used_bytes for name, tier in stats.tiers.items()}),
+        ("tier",),
+    ),
+    StoreMetric(
+        "kvstore_tier_blocks",
+        "Blocks with a copy in a tier.",
+        lambda stats: _by_label({name: tier.blocks for name, tier in stats.tiers.items()}),
+        ("tier",),
+    ),
+    StoreMetric("kvstore_namespaces", "Namespaces in use.", lambda stats: _single(stats.namespaces)),
+    StoreMetric("kvstore_lookups_total", "Lookups that count.", lambda stats: _single(stats.lookups)),
+    StoreMetric(
+        "kvstore_lookup_tokens_total", "Tokens of prompts looked up.", lambda stats: _single(stats.lookup_tokens)
+    ),
+    StoreMetric(
+        "kvstore_hit_tokens_total",
+        "Tokens found by lookups, by the tier of their best copy.",
+        lambda stats: _by_label(stats.hit_tokens),
+        ("tier",),
+    ),
+    StoreMetric(
+        "kvstore_loaded_tokens_total",
+        "Tokens handed to engines, by the tier they were read from.",
+        lambda stats: _by_label(stats.loaded_tokens),
+        ("tier",),
+    ),
+    StoreMetric("kvstore_stored_blocks_total", "Blocks committed.", lambda stats: _single(stats.stored_blocks)),
+    StoreMetric(
+        "kvstore_present_blocks_total",
+        "Blocks that a store left out since they were there already.",
+        lambda stats: _single(stats.present_blocks),
+    ),
+    StoreMetric(
+        "kvstore_rejected_blocks_total",
+        "Blocks that were offered and not taken, by reason.",
+        lambda stats: _by_label(stats.rejected_blocks),
+        ("reason",),
+    ),
+    StoreMetric(
+        "kvstore_evicted_blocks_total",
+        "Blocks that left, by reason.",
+        lambda stats: _by_label(stats.evicted_blocks),
+        ("reason",),
+    ),
+    StoreMetric(
+        "kvstore_corrupt_blocks_total",
+        "Blocks dropped since what was read is not what was written.",
+        lambda stats: _single(stats.corrupt_blocks),
+    ),
+    StoreMetric("kvstore_leases", "Leases that are held.", lambda stats: _single(stats.leases)),
+    StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: _single(stats.stages)),
+    StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: _single(stats.pins)),
+    StoreMetric("kvstore_index_bytes", "Memory of the index.", lambda stats: _single(stats.index_bytes)),
+)
+CALL_SECONDS = "kvstore_call_seconds"
+CALL_SECONDS_SENTENCE = "Duration of calls, by method and status."
+BUILD_INFO = "kvstore_build_info"
+BUILD_INFO_SENTENCE = "Always 1; the version is a label."
+
+
+@dataclass(slots=True)
+class _CallCounts:
+    in_bucket: list[int] = field(default_factory=lambda: [0] * (len(CALL_SECONDS_BUCKETS) + 1))
+    seconds: float = 0.0
+
+
+class CallMetrics(Collector):
+    """A histogram of call durations; give it to the transport as its observer. Thread-safe, O(log buckets) a call.
+
+    Kept by hand, not as a prometheus_client Histogram, since that adds a `_created` series to each of its own unless
+    a switch for the whole process is thrown.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[tuple[str, str], _CallCounts] = {}  # guarded by _lock
+
+    def observe(self, method: str, seconds: float, status: str) -> None:
+        """Count one finished call."""
+        index = bisect.bisect_left(CALL_SECONDS_BUCKETS, seconds)
+        with self._lock:
+            counts = self._calls.setdefault((method, status), _CallCounts())
+            counts.in_bucket[index] += 1
+            counts.seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at each scrape."""
+        family = HistogramMetricFamily(CALL_SECONDS, CALL_SECONDS_SENTENCE, labels=("method", "status"))
+        bounds = [str(bound) for bound in CALL_SECONDS_BUCKETS] + ["+Inf"]
+        with self._lock:
+            for labels, counts in sorted(self._calls.items()):
+                totals = itertools.accumulate(counts.in_bucket)
+                family.add_metric(labels, buckets=list(zip(bounds, totals, strict=True)), sum_value=counts.seconds)
+        yield family
+
+
+class StoreCollector(Collector):
+    """Reads the store's own counters at each scrape."""
+
+    def __init__(self, read_stats: Callable[[], StoreStats], version: str) -> None:
+        self._read_stats = read_stats
+        self._version = version
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at each scrape."""
+        build = GaugeMetricFamily(BUILD_INFO, BUILD_INFO_SENTENCE, labels=("version",))
+        build.add_metric((self._version,), 1)
+        yield build
+        stats = self._read_stats()
+        for metric in STORE_METRICS:
+            kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+            family = kind(metric.name, metric.sentence, labels=metric.labels)
+            for labels, value in metric.read(stats):
+                family.add_metric(labels, value)
+            yield family
+
+
+def metric_names() -> tuple[str, ...]:
+    """Every metric of ours, as scraped."""
+    return (BUILD_INFO, CALL_SECONDS, *(metric.name for metric in STORE_METRICS))
+
+
+def make_registry(read_stats: Callable[[], StoreStats], calls: CallMetrics, version: str) -> CollectorRegistry:
+    """A registry of its own with all our metrics, and the usual `process_*` ones (memory, CPU, files)."""
+    registry = CollectorRegistry()
+    registry.register(calls)
+    registry.register(StoreCollector(read_stats, version))
+    ProcessCollector(registry=registry)
+    return registry
+
+
+class MetricsPage:
+    """`/metrics` over HTTP on a loopback address, served by threads of its own until close()."""
+
+    def __init__(self, registry: CollectorRegistry, address: str) -> None:
+        host, port = _host_and_port(address)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as err:
+            raise ConfigError(
+                f"server.metrics_address is {address!r}: cannot listen there: {err.strerror}; choose another port "
+                "(--metrics HOST:PORT)"
+            ) from err
+        self.address = f"{_bracketed(host)}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Stop serving; idempotent."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"server.metrics_address is {address!r}, expected HOST:PORT, such as 127.0.0.1:9464")
+    if host not in _LOOPBACK_HOSTS:
+        raise ConfigError(
+            f"server.metrics_address is {address!r}, expected a host of {', '.join(_LOOPBACK_HOSTS)}: the page has "
+            "no access control; put a scraper or a proxy on this host"
+        )
+    return host, int(port)
