@@ -90,6 +90,10 @@ class Stage(Protocol):
 class KvStore(Protocol):
     """Prefix-addressed storage of KV blocks."""
 
+    def namespace_id(self, namespace: Namespace) -> bytes:
+        """The 16-byte public name under which this store keeps a namespace, as it appears in events."""
+        ...
+
     def match(
         self,
         namespace: Namespace,
