@@ -1,0 +1,78 @@
+"""Between a transformers DynamicCache and buffers of blocks. The only place that knows both shapes.
+
+A block is (layers, 2, heads, block_tokens, head_dim), keys before values; a cache layer holds keys and values as
+(rows, heads, tokens, head_dim).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from kvstore.types import KvLayout
+
+LayerTensors = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def layer_tensors(cache: object) -> LayerTensors | None:
+    """Keys and values of each layer; None unless every layer is a filled layer of full attention and no more."""
+    if type(cache) is not DynamicCache:
+        return None
+    tensors: LayerTensors = []
+    for layer in cache.layers:
+        # A subclass keeps something else besides, or not all tokens.
+        if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
+            return None
+        tensors.append((layer.keys, layer.values))
+    return tensors or None
+
+
+def new_blocks(layout: KvLayout, blocks: int) -> torch.Tensor:
+    """An uninitialised CPU buffer of whole blocks: (blocks, layers, 2, heads, block_tokens, head_dim)."""
+    shape = (blocks, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+    return torch.empty(shape, dtype=getattr(torch, layout.dtype))
+
+
+def cache_from_rows(config: PreTrainedConfig, rows: list[torch.Tensor], device: torch.device) -> DynamicCache:
+    """A cache that holds the blocks of each row; all rows have equally many. Copies the bytes."""
+    cache = DynamicCache(config=config)
+    if not len(rows[0]):
+        return cache
+    for layer in range(rows[0].shape[1]):
+        keys, values = (
+            torch.stack([_as_tokens(row[:, layer, plane]) for row in rows]).to(device) for plane in range(2)
+        )
+        cache.update(keys, values, layer)
+    return cache
+
+
+def blocks_from_cache(tensors: LayerTensors, layout: KvLayout, row: int, first: int, last: int) -> torch.Tensor | None:
+    """A private copy of blocks [first, last) of one row; None if the cache is not of this layout or too short."""
+    shape = (layout.kv_heads, layout.head_dim)
+    dtype = getattr(torch, layout.dtype)
+    if len(tensors) != layout.layers or any(
+        (tensor.shape[1], tensor.shape[3]) != shape
+        or tensor.dtype != dtype
+        or tensor.shape[0] <= row
+        or tensor.shape[2] < last * layout.block_tokens
+        for pair in tensors
+        for tensor in pair
+    ):
+        return None
+    blocks = new_blocks(layout, last - first)
+    for layer, pair in enumerate(tensors):
+        for plane, tensor in enumerate(pair):
+            tokens = tensor[row, :, first * layout.block_tokens : last * layout.block_tokens]
+            blocks[:, layer, plane] = torch.unflatten(tokens, 1, (last - first, layout.block_tokens)).transpose(0, 1)
+    return blocks
+
+
+def _as_tokens(plane: torch.Tensor) -> torch.Tensor:
+    """(blocks, heads, block_tokens, head_dim) as (heads, tokens, head_dim)."""
+    return plane.transpose(0, 1).flatten(1, 2)
