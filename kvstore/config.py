@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import math
 import os
 import re
 import tomllib
@@ -30,6 +29,7 @@ DEFAULT_DISK_BYTES = 10 * 2**30
 _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
+_SECONDS_MAX = 30 * 86400
 
 
 class Kind(enum.Enum):
@@ -38,6 +38,7 @@ class Kind(enum.Enum):
     SIZE = "bytes"
     DURATION = "seconds"
     COUNT = "count"
+    RATIO = "ratio"
     TEXT = "text"
     LIST = "list"
 
@@ -75,6 +76,14 @@ class Setting:
 
 def _setting(default: object, kind: Kind, sentence: str, **limits: Any) -> Any:  # noqa: ANN401  # as dataclasses.field
     return field(default=default, metadata={"rule": Rule(kind, sentence, **limits)})
+
+
+def _limit(default: int, sentence: str, kind: Kind = Kind.COUNT) -> Any:  # noqa: ANN401  # as dataclasses.field
+    return _setting(default, kind, sentence, minimum=1, maximum=2**31 - 1)
+
+
+def _time_limit(default: float, sentence: str) -> Any:  # noqa: ANN401  # as dataclasses.field
+    return _setting(default, Kind.DURATION, sentence, maximum=_SECONDS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +137,39 @@ class TiersConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """What the service refuses to exceed; full means refused at once. The transport's ServiceLimits has the same."""
+
+    message_bytes: int = _limit(20 * 2**20, "One gRPC message: 16MiB hold a prompt of 4 Mi tokens.", Kind.SIZE)
+    frame_bytes: int = _limit(2 * 2**20, "One frame of raw bytes in a load or a store.", Kind.SIZE)
+    bulk_buffer_bytes: int = _limit(8 * 2**20, "What one load or store holds in memory at a time.", Kind.SIZE)
+    row_bytes: int = _limit(256 * 2**20, "One block, or one part of it, in a load or a store.", Kind.SIZE)
+    sessions: int = _limit(1024, "Clients at a time.")
+    leases_per_session: int = _limit(1024, "Leases that one client holds.")
+    stages_per_session: int = _limit(64, "Stores that one client has begun and not ended.")
+    namespaces_per_session: int = _limit(256, "Namespaces that one client has opened.")
+    bulk_calls: int = _limit(16, "Loads and stores of bytes at a time.")
+    short_calls: int = _limit(1024, "Lookups and other short calls at a time.")
+    long_calls: int = _limit(16, "Calls at a time that may take long: waits for events, flushes, evictions.")
+    pin_tokens: int = _limit(2**20, "Tokens of one pinned prompt.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """Limits of the store itself, for all clients together. The store's StoreSettings has the same."""
+
+    namespaces_max: int = _limit(1024, "Namespaces in use.")
+    leases_max: int = _limit(4096, "Leases that are held.")
+    stages_max: int = _limit(1024, "Stores that have begun and not ended.")
+    pins_max: int = _limit(4096, "Pins in force.")
+    pinned_ratio_max: float = _setting(0.5, Kind.RATIO, "Share of the host tier that pins may protect.", maximum=1)
+    request_ids_max: int = _limit(65536, "Request ids remembered, so that each counts as one lookup.")
+    room_seconds_max: float = _time_limit(2.0, "How long a store waits for host memory to be made free.")
+    stage_seconds_max: float = _time_limit(600.0, "Age at which a store that was begun is aborted.")
+    lease_seconds_max: float = _time_limit(3600.0, "Age at which a lease is ended.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
     """What the sidecar knows of one tenant."""
 
@@ -141,7 +183,7 @@ class EventsConfig:
     """The event log."""
 
     capacity_bytes: int = _setting(
-        16 * 2**20,
+        64 * 2**20,
         Kind.SIZE,
         "Memory for the newest events; older ones are dropped and readers told.",
         minimum=2**16,
@@ -169,6 +211,8 @@ class Config:
     data_dir: str = _setting("", Kind.TEXT, "Folder for everything that outlives the process; empty: no disk tier.")
     server: ServerConfig = field(default_factory=ServerConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict, metadata={"by_name": TenantConfig})
     events: EventsConfig = field(default_factory=EventsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -237,7 +281,7 @@ def format_value(setting: Setting, value: object) -> str:
     if setting.rule.kind is Kind.SIZE and isinstance(value, int):
         return format_size(value)
     if setting.rule.kind is Kind.DURATION:
-        return f"{value:g}s"
+        return f"{value}s"
     return str(value)
 
 
@@ -342,7 +386,7 @@ def _check_limits(setting: Setting, value: object) -> None:
     if rule.choices and value not in rule.choices:
         raise ValueError(f"expected one of {', '.join(rule.choices)}")
     if isinstance(value, (int, float)):
-        if value < rule.minimum:
+        if not value >= rule.minimum:  # a TOML nan is no number either
             raise ValueError(f"expected at least {format_value(setting, rule.minimum)}")
         if rule.maximum is not None and value > rule.maximum:
             raise ValueError(f"expected at most {format_value(setting, rule.maximum)}")
@@ -356,10 +400,17 @@ def _as_size(value: object) -> int:
 
 def _as_duration(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise ValueError("expected a finite number of seconds")
         return float(value)
     return parse_duration(_as_text(value, "a duration such as 250ms, 2s or 5m"))
+
+
+def _as_ratio(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    text = _as_text(value, "a number from 0 to 1")
+    if not re.fullmatch(r"\d(\.\d+)?", text, re.ASCII):
+        raise ValueError("expected a number from 0 to 1, such as 0.5")
+    return float(text)
 
 
 def _as_count(value: object) -> int:
@@ -388,6 +439,7 @@ _PARSERS: dict[Kind, Callable[[object], object]] = {
     Kind.SIZE: _as_size,
     Kind.DURATION: _as_duration,
     Kind.COUNT: _as_count,
+    Kind.RATIO: _as_ratio,
     Kind.TEXT: _as_text,
     Kind.LIST: _as_list,
 }

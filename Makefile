@@ -1,0 +1,104 @@
+# Two commands matter: `make demo` and `make test`. Each makes .venv and installs what it needs, once.
+#   PYTHON=python3.12           another interpreter (3.11 or newer)
+#   TORCH_SPEC='torch==2.11.0'  another torch; it is installed first, alone, and nothing later replaces it
+#   PYTEST_ARGS='-k disk'       passed to pytest
+
+PYTHON ?= python3
+TORCH_SPEC ?= torch==2.13.0
+PYTEST_ARGS ?=
+BUF := @bufbuild/buf@1.75.0
+
+BIN := .venv/bin
+STAMPS := .venv/stamps
+TORCH_PIN := .venv/torch-pin.txt
+PROTOS := $(wildcard protos/kvstore/v1/*.proto)
+NATIVE := CMakeLists.txt $(wildcard kvstore/native/* radix/csrc/* tiers/csrc/*)
+TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut -d ' ' -f 1)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help dev demo test test-full check lint types layers lint-protos check-protos protos clean
+
+help:
+	@echo 'make demo          two engines share one system prompt, on this machine'
+	@echo 'make test          linters, types, layers and the core test suite'
+	@echo 'make test-full     the same with the slow tests'
+	@echo 'make check         linters, types and layers alone'
+	@echo 'make dev           .venv with everything for development'
+	@echo 'make protos        regenerate the code of protos/'
+	@echo 'make clean         remove what was built, but not .venv'
+
+dev: $(STAMPS)/install
+
+demo: dev
+	$(BIN)/kvstore demo
+
+test: dev
+	@$(MAKE) --no-print-directory tests MARKERS='not slow and not engine'
+
+test-full: dev
+	@$(MAKE) --no-print-directory tests MARKERS='not engine'
+
+# The tests run even if a check failed, so that one run shows everything; either failing fails the target.
+.PHONY: tests
+tests:
+	@status=0; \
+	$(MAKE) --no-print-directory -k check || status=1; \
+	$(BIN)/pytest -m '$(MARKERS)' $(PYTEST_ARGS) || status=1; \
+	exit $$status
+
+check: lint types layers lint-protos check-protos
+
+lint: dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: dev
+	$(BIN)/mypy
+
+layers: dev
+	$(BIN)/lint-imports --no-cache
+
+lint-protos:
+	@if ! command -v npx >/dev/null; then echo 'buf lint: skipped, npx is not installed'; \
+	elif ! npx --yes $(BUF) --version >/dev/null 2>&1; then echo 'buf lint: skipped, $(BUF) cannot be had'; \
+	else echo 'buf lint'; npx --yes $(BUF) lint; fi
+
+protos: dev
+	$(call generate_protos,protos)
+
+check-protos: dev
+	@rm -rf build/protos && mkdir -p build/protos
+	@$(call generate_protos,build/protos)
+	@for made in build/protos/kvstore/v1/*; do cmp "$$made" "protos/kvstore/v1/$${made##*/}" || \
+	{ echo 'the generated code is out of date: make protos'; exit 1; }; done
+
+# Files without a service get no *_pb2_grpc.py.
+define generate_protos
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
+	@grep -L 'Servicer' $(1)/kvstore/v1/*_pb2_grpc.py | xargs -r rm
+endef
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit("make: kvstore needs Python 3.11 or newer, $(PYTHON) is " + \
+	sys.version.split()[0] + "; name another: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
+	@mkdir -p $(STAMPS) && touch $@
+
+$(TORCH_STAMP): | $(STAMPS)/venv
+	$(BIN)/pip install --quiet '$(TORCH_SPEC)'
+	@$(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(TORCH_PIN)
+	@rm -f $(STAMPS)/torch-* && touch $@
+
+$(STAMPS)/packages: pyproject.toml $(TORCH_STAMP)
+	$(BIN)/pip install --quiet --constraint $(TORCH_PIN) --group dev
+	@touch $@
+
+$(STAMPS)/install: $(STAMPS)/packages $(NATIVE)
+	$(BIN)/pip install --quiet --constraint $(TORCH_PIN) --no-build-isolation --editable '.[hf,demo]'
+	@touch $@

@@ -1,0 +1,135 @@
+"""All commands and flags of `kvstore`, once. kvstore/README.md lists them too; tests/test_tidy.py compares."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvstore import __version__
+
+if TYPE_CHECKING:
+    Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  # argparse names it nowhere else
+
+_EXIT_CODES = "exit codes: 0 done, 1 failed, 2 usage, 3 partly done"
+# The named flags of `serve`, and the key of the setting that each gives.
+SERVE_FLAGS = {
+    "data_dir": "data_dir",
+    "listen": "server.listen",
+    "host_bytes": "tiers.host.capacity_bytes",
+    "disk_bytes": "tiers.disk.capacity_bytes",
+    "metrics": "server.metrics_address",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. Parsed arguments carry `handler` ("module:function") and `title`."""
+    parser = argparse.ArgumentParser(prog="kvstore", description="Prefix-aware KV-cache tiering.", epilog=_EXIT_CODES)
+    parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_demo(commands)
+    _add_looking(commands)
+    _add_changing(commands)
+    _add_config(commands)
+    return parser
+
+
+def _add(commands: Commands, name: str, handler: str, sentence: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=sentence, description=sentence, epilog=_EXIT_CODES)
+    command.set_defaults(handler=f"kvstore.cli.{handler}", title=command.prog)
+    return command
+
+
+def _add_serve(commands: Commands) -> None:
+    serve = _add(commands, "serve", "processes:serve", "Run the sidecar in the foreground.")
+    serve.add_argument("--config", metavar="FILE", help="settings in TOML")
+    serve.add_argument("--data-dir", metavar="DIR", help="folder for everything that outlives the process")
+    serve.add_argument("--listen", metavar="ADDRESS[,ADDRESS]", help="unix:///path, or host:port on loopback")
+    serve.add_argument("--host-bytes", metavar="SIZE", help="host memory for blocks, such as 64MiB")
+    serve.add_argument("--disk-bytes", metavar="SIZE", help="disk space for blocks, such as 1GiB; 0: no disk tier")
+    serve.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics for Prometheus here")
+    _add_set(serve)
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting by its full key; repeatable"
+    )
+
+
+def _add_demo(commands: Commands) -> None:
+    demo = _add(commands, "demo", "processes:demo", "Two engines share one system prompt, on this machine.")
+    demo.add_argument("--cache-dir", metavar="DIR", help="where the model is kept (default: the user's cache folder)")
+    _add_json(demo)
+
+
+def _add_looking(commands: Commands) -> None:
+    _add_remote(commands, "status", "Say whether the sidecar serves, and its version.")
+    _add_remote(commands, "stats", "Occupancy and counters since the start of the sidecar.")
+    match = _add_remote(commands, "match", "How much of a prompt is stored, and where. Changes no recency.")
+    _add_prompt(match)
+    events = _add_remote(commands, "events", "What was stored and removed, oldest first.")
+    events.add_argument("--after", metavar="SEQUENCE", type=int, default=0, help="only events after this one")
+    events.add_argument("--limit", metavar="COUNT", type=int, default=1000, help="at most so many (default 1000)")
+    events.add_argument("--follow", action="store_true", help="go on with new events until interrupted")
+
+
+def _add_changing(commands: Commands) -> None:
+    pin = _add_remote(commands, "pin", "Protect the stored prefix of a prompt from eviction.")
+    _add_prompt(pin)
+    pin.add_argument("--ttl", metavar="DURATION", help="end the pin after this time, such as 12h (default: never)")
+    unpin = _add_remote(commands, "unpin", "End a pin.")
+    unpin.add_argument("pin_id", metavar="PIN_ID", type=int, help="the id that `kvstore pin` printed")
+    evict = _add_remote(commands, "evict", "Drop a prompt's blocks, and all stored below them, from every tier.")
+    _add_prompt(evict)
+    evict.add_argument("--from-block", metavar="INDEX", type=int, default=0, help="keep the blocks before this one")
+    clear = _add_remote(commands, "clear", "Drop all blocks of a namespace, pinned ones too, for good.")
+    _add_namespace(clear)
+    _add_remote(commands, "flush", "Wait until everything admitted to disk is there.")
+
+
+def _add_config(commands: Commands) -> None:
+    config = commands.add_parser("config", help="Show or check settings.", description="Show or check settings.")
+    parts = config.add_subparsers(required=True, metavar="COMMAND")
+    show = _add(parts, "show", "settings:show", "Every setting in force, and where its value comes from.")
+    show.add_argument("--config", metavar="FILE", help="settings in TOML")
+    _add_set(show)
+    _add_json(show)
+    check = _add(parts, "check", "settings:check", "Say whether a settings file is right.")
+    check.add_argument("file", metavar="FILE", help="settings in TOML")
+    _add_json(check)
+
+
+def _add_remote(commands: Commands, name: str, sentence: str) -> argparse.ArgumentParser:
+    command = _add(commands, name, f"remote:{name}", sentence)
+    command.add_argument("--address", help="the sidecar's address (default: the setting `address`)")
+    _add_json(command)
+    return command
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON for machines")
+
+
+def _add_prompt(command: argparse.ArgumentParser) -> None:
+    command.add_argument("tokens", metavar="TOKEN", type=int, nargs="*", help="token ids of the prompt")
+    command.add_argument(
+        "--tokens-file", metavar="FILE", help="token ids as a JSON list, or parted by spaces or commas; -: stdin"
+    )
+    _add_namespace(command)
+    root = command.add_argument_group("root (overrides the file's [root])")
+    root.add_argument("--adapter", metavar="DIGEST", help="adapter of the request")
+    root.add_argument("--salt", help="cache salt of the request")
+    root.add_argument("--weights-epoch", metavar="TEXT", help="weights epoch of the request")
+
+
+def _add_namespace(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("namespace (flags override the file)")
+    group.add_argument("--namespace", metavar="FILE", help="TOML or JSON: model, revision, tenant, [layout], [root]")
+    group.add_argument("--model", help="model name")
+    group.add_argument("--revision", help="fingerprint of the checkpoint")
+    group.add_argument("--tenant", help="tenant (default: default)")
+    group.add_argument("--secret-file", metavar="FILE", help="file with the namespace's secret")
+    group.add_argument(
+        "--layout", metavar="FIELD=VALUE,...", help="layers=32,kv_heads=8,head_dim=128,dtype=bfloat16,block_tokens=16"
+    )

@@ -1,0 +1,127 @@
+"""Namespaces, roots and token ids as they are given on the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.config import read_secret
+from kvstore.errors import InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
+from kvstore.types import KvLayout, Namespace, Root
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+_NAMESPACE_FIELDS = ("model", "revision", "tenant", "secret_file", "layout", "root")
+
+
+def namespace_of(arguments: argparse.Namespace) -> Namespace:
+    """The namespace of the file and the flags; a flag overrides the file's field."""
+    values = _file_values(arguments.namespace)
+    for name in ("model", "revision", "tenant", "secret_file"):
+        if getattr(arguments, name) is not None:
+            values[name] = getattr(arguments, name)
+    for name in ("model", "revision"):
+        if name not in values:
+            raise InvalidNamespaceError(f"the namespace has no {name}; give --{name} or --namespace FILE")
+    secret_file = values.get("secret_file")
+    return Namespace(
+        model=values["model"],
+        revision=values["revision"],
+        tenant=values.get("tenant", "default"),
+        layout=_layout(_table(values, "layout"), arguments.layout),
+        secret=None if secret_file is None else read_secret(Path(secret_file)),
+    )
+
+
+def root_of(arguments: argparse.Namespace) -> Root:
+    """The root of the file and the flags; a flag overrides the file's field."""
+    values = dict(_table(_file_values(arguments.namespace), "root"))
+    known = [item.name for item in fields(Root)]
+    for name in known:
+        if getattr(arguments, name) is not None:
+            values[name] = getattr(arguments, name)
+    _refuse_unknown(values, known, "root", InvalidNamespaceError)
+    return Root(**values)
+
+
+def tokens_of(arguments: argparse.Namespace) -> list[int]:
+    """The token ids of the arguments, else of --tokens-file."""
+    if arguments.tokens and arguments.tokens_file:
+        raise InvalidTokensError("token ids are given as arguments and by --tokens-file; give one of them")
+    if not arguments.tokens_file:
+        return list(arguments.tokens)
+    text = sys.stdin.read() if arguments.tokens_file == "-" else _read(arguments.tokens_file, InvalidTokensError)
+    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
+    bad = next((word for word in words if word and not re.fullmatch(r"-?\d{1,20}", word, re.ASCII)), None)
+    if bad is not None:
+        raise InvalidTokensError(f"{arguments.tokens_file}: {bad[:40]!r} is no token id, expected whole numbers")
+    return [int(word) for word in words if word]
+
+
+def _file_values(file: str | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    text = _read(file, InvalidNamespaceError)
+    try:
+        values = json.loads(text) if file.endswith(".json") else tomllib.loads(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as err:
+        raise InvalidNamespaceError(f"namespace file {file}: {err}") from err
+    if not isinstance(values, dict):
+        raise InvalidNamespaceError(f"namespace file {file} is no table of fields")
+    _refuse_unknown(values, _NAMESPACE_FIELDS, "namespace", InvalidNamespaceError)
+    return values
+
+
+def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = values.get(name, {})
+    if not isinstance(table, dict):
+        raise InvalidNamespaceError(f"{name} of the namespace file is {table!r}, expected a table of fields")
+    return table
+
+
+def _layout(from_file: Mapping[str, Any], flag: str | None) -> KvLayout:
+    values = {**from_file, **_layout_flag(flag)}
+    kinds = {item.name: item.type for item in fields(KvLayout)}
+    _refuse_unknown(values, tuple(kinds), "layout", InvalidLayoutError)
+    missing = [name for name in ("layers", "kv_heads", "head_dim", "dtype") if name not in values]
+    if missing:
+        raise InvalidLayoutError(f"the layout has no {', '.join(missing)}; give --layout or --namespace FILE")
+    return KvLayout(**values)
+
+
+def _layout_flag(flag: str | None) -> dict[str, int | str]:
+    values: dict[str, int | str] = {}
+    for pair in (flag or "").split(","):
+        name, equals, value = (text.strip() for text in pair.partition("="))
+        if pair.strip() and not equals:
+            raise InvalidLayoutError(f"--layout has {pair.strip()!r}, expected FIELD=VALUE")
+        if equals:
+            values[name] = int(value) if re.fullmatch(r"\d{1,18}", value, re.ASCII) else value
+    return values
+
+
+def _refuse_unknown(
+    values: Mapping[str, Any],
+    known: tuple[str, ...] | list[str],
+    what: str,
+    error: type[InvalidLayoutError] | type[InvalidNamespaceError],
+) -> None:
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise error(f"unknown {what} field {unknown[0]!r}, expected one of {', '.join(known)}")
+
+
+def _read(file: str, error: type[InvalidTokensError] | type[InvalidNamespaceError]) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as err:
+        raise error(f"{file} cannot be read: {err.strerror}") from err
+    except UnicodeDecodeError as err:
+        raise error(f"{file} is not UTF-8 text (byte {err.start})") from err

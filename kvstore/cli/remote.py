@@ -1,0 +1,185 @@
+"""Commands that ask a running sidecar."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import kvstore
+from kvstore.cli.output import ExitCode, print_json, print_table
+from kvstore.cli.prompt import namespace_of, root_of, tokens_of
+from kvstore.config import load_config
+from kvstore.errors import InvalidArgumentError
+from kvstore.quantities import format_size, parse_duration
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from kvstore.events import Event, EventPage
+    from kvstore.transport.client import Client
+    from kvstore.types import PrefixMatch, StoreStats
+
+_FOLLOW_SECONDS = 2.0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Whether the sidecar serves, and which version it is."""
+    with _connect(arguments) as client:
+        answer = client.status()
+    row = {"address": _address(arguments), "serving": answer.serving, "version": answer.version}
+    _show(
+        arguments, row, f"{row['address']}: {'serving' if answer.serving else 'not serving'}, version {answer.version}"
+    )
+    return ExitCode.DONE if answer.serving else ExitCode.FAILED
+
+
+def stats(arguments: argparse.Namespace) -> int:
+    """Occupancy and counters."""
+    with _connect(arguments) as client:
+        snapshot = client.stats()
+    if arguments.json:
+        print_json(asdict(snapshot))
+    else:
+        _print_stats(snapshot)
+    return ExitCode.DONE
+
+
+def match(arguments: argparse.Namespace) -> int:
+    """The longest stored prefix of a prompt, without touching it."""
+    namespace, root, tokens = namespace_of(arguments), root_of(arguments), tokens_of(arguments)
+    with _connect(arguments) as client:
+        found = client.match(namespace, tokens, root=root, touch=False)
+    row = {"blocks": found.blocks, "tokens": found.tokens, "prompt_tokens": len(tokens), "tiers": _tier_blocks(found)}
+    places = ", ".join(f"{blocks} in {name}" for name, blocks in _tier_blocks(found).items())
+    text = f"{found.tokens} of {len(tokens)} tokens, {found.blocks} blocks" + (f": {places}" if places else "")
+    _show(arguments, row, text)
+    return ExitCode.DONE
+
+
+def pin(arguments: argparse.Namespace) -> int:
+    """Pin a prompt; partly done if less is stored than the prompt has, failed if nothing is."""
+    namespace, root, tokens = namespace_of(arguments), root_of(arguments), tokens_of(arguments)
+    wanted = len(tokens) // namespace.layout.block_tokens
+    ttl_seconds = _ttl_seconds(arguments.ttl)
+    with _connect(arguments) as client:
+        made = client.pin(namespace, tokens, root=root, ttl_seconds=ttl_seconds)
+    _show(arguments, asdict(made), f"pin {made.pin_id}: {made.blocks} of {wanted} blocks")
+    if made.blocks == wanted:
+        return ExitCode.DONE
+    return ExitCode.PARTLY_DONE if made.blocks else ExitCode.FAILED
+
+
+def unpin(arguments: argparse.Namespace) -> int:
+    """End a pin; failed if there is none of that id."""
+    with _connect(arguments) as client:
+        ended = client.unpin(arguments.pin_id)
+    _show(arguments, {"ended": ended}, f"pin {arguments.pin_id} {'ended' if ended else 'is not known'}")
+    return ExitCode.DONE if ended else ExitCode.FAILED
+
+
+def evict(arguments: argparse.Namespace) -> int:
+    """Drop a prompt's blocks."""
+    namespace, root, tokens = namespace_of(arguments), root_of(arguments), tokens_of(arguments)
+    with _connect(arguments) as client:
+        blocks = client.evict(namespace, tokens, root=root, from_block=arguments.from_block)
+    _show(arguments, {"blocks": blocks}, f"{blocks} blocks dropped")
+    return ExitCode.DONE
+
+
+def clear(arguments: argparse.Namespace) -> int:
+    """Drop a namespace's blocks."""
+    namespace = namespace_of(arguments)
+    with _connect(arguments) as client:
+        blocks = client.clear(namespace)
+    _show(arguments, {"blocks": blocks}, f"{blocks} blocks dropped")
+    return ExitCode.DONE
+
+
+def flush(arguments: argparse.Namespace) -> int:
+    """Wait for the disk."""
+    with _connect(arguments) as client:
+        client.flush()
+    _show(arguments, {"flushed": True}, "everything admitted to disk is there")
+    return ExitCode.DONE
+
+
+def events(arguments: argparse.Namespace) -> int:
+    """Print a page of the event log, or follow it."""
+    after = arguments.after
+    with _connect(arguments) as client:
+        while True:
+            wait_seconds = _FOLLOW_SECONDS if arguments.follow else 0.0
+            page = client.events(after=after, limit=arguments.limit, wait_seconds=wait_seconds)
+            _print_events(arguments, page)
+            after = page.next_after
+            if not arguments.follow:
+                return ExitCode.DONE
+
+
+def _connect(arguments: argparse.Namespace) -> Client:
+    return kvstore.connect(_address(arguments))
+
+
+def _address(arguments: argparse.Namespace) -> str:
+    if arguments.address is not None:
+        return str(arguments.address)
+    return load_config().config.address
+
+
+def _ttl_seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return parse_duration(text)
+    except ValueError as err:
+        raise InvalidArgumentError(f"--ttl {text!r}: {err}") from err
+
+
+def _show(arguments: argparse.Namespace, row: object, text: str) -> None:
+    if arguments.json:
+        print_json(row)
+    else:
+        print(text)
+
+
+def _tier_blocks(found: PrefixMatch) -> dict[str, int]:
+    return {tier.name.lower(): blocks for tier, blocks in found.tiers.items()}
+
+
+def _print_stats(snapshot: StoreStats) -> None:
+    rows = [
+        (name, tier.blocks, format_size(tier.used_bytes), format_size(tier.capacity_bytes))
+        for name, tier in snapshot.tiers.items()
+    ]
+    print_table(("tier", "blocks", "used", "capacity"), rows)
+    print()
+    print_table(("counter", "value"), [row for name, value in asdict(snapshot).items() for row in _rows(name, value)])
+
+
+def _rows(name: str, value: object) -> Sequence[tuple[str, object]]:
+    if name == "tiers":
+        return ()
+    if isinstance(value, dict):
+        return [(f"{name}.{label}", count) for label, count in sorted(value.items())]
+    return [(name, value)]
+
+
+def _print_events(arguments: argparse.Namespace, page: EventPage) -> None:
+    if page.gap:
+        _show(arguments, {"epoch": page.epoch, "gap": True}, "gap: older events were lost")
+    for event in page.events:
+        _show(arguments, {"epoch": page.epoch, **_event_row(event)}, _event_text(event))
+
+
+def _event_row(event: Event) -> dict[str, object]:
+    row = asdict(event)
+    row["kind"] = event.kind.name.lower()
+    row["tier"] = None if event.tier is None else event.tier.name.lower()
+    return row
+
+
+def _event_text(event: Event) -> str:
+    tier = "" if event.tier is None else f" tier={event.tier.name.lower()}"
+    last = " last_copy" if event.last_copy else ""
+    return f"{event.sequence} {event.kind.name.lower()} ns={event.ns_id.hex()}{tier} blocks={len(event.keys)}{last}"

@@ -1,0 +1,46 @@
+"""`kvstore config show` and `kvstore config check`, and the settings that other commands need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.cli.output import ExitCode, print_json, print_table
+from kvstore.config import load_config
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+
+def assignments(pairs: Iterable[str]) -> dict[str, str]:
+    """Settings given as KEY=VALUE; the last one of a key holds."""
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {pair!r}: expected KEY=VALUE, such as log.level=debug")
+        values[key.strip()] = value.strip()
+    return values
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print each setting in force with its origin."""
+    loaded = load_config(file=Path(arguments.config) if arguments.config else None, flags=assignments(arguments.set))
+    if arguments.json:
+        print_json({row.key: {"value": row.value, "origin": row.origin} for row in loaded.origins})
+    else:
+        print_table(("setting", "value", "origin"), [(row.key, row.value, row.origin) for row in loaded.origins])
+    return ExitCode.DONE
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Read a settings file alone; a fault in it is raised."""
+    loaded = load_config(file=Path(arguments.file), environ={})
+    count = sum(row.origin != "default" for row in loaded.origins)
+    if arguments.json:
+        print_json({"right": True, "settings": count})
+    else:
+        print(f"{arguments.file}: {count} settings, all right")
+    return ExitCode.DONE

@@ -1,0 +1,114 @@
+"""The sidecar process: builds the store, the gRPC service and the metrics page, and stops them in order.
+
+Everything that a user can get wrong is raised as a KvstoreError before the ready line is written. That line is one
+JSON object: {"ready": true, "pid": ..., "listen": [...], "metrics": "host:port" or null}, with the real ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import uvloop
+
+from kvstore import __version__
+from kvstore.config import Config, read_secret
+from kvstore.log_lines import log_to_stderr
+from kvstore.metrics import CallMetrics, MetricsPage, make_registry
+from kvstore.quantities import format_size
+from kvstore.store import StoreSettings, open_store
+from kvstore.tiers.memory_limit import memory_limit
+from kvstore.transport.limits import ServiceLimits
+from kvstore.transport.server import GrpcServer
+
+if TYPE_CHECKING:
+    from kvstore.store import Store
+
+HOST_BYTES_MIN = 64 * 2**20
+_MIB = 2**20
+# A thread that wants the interpreter from a busy one gets it after this long. The default of 5 ms would be most of
+# what an engine gives a lookup.
+_SWITCH_SECONDS = 0.0005
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, *, ready: TextIO) -> None:
+    """Serve until SIGTERM or SIGINT, then drain, flush and close. A second signal ends the process at once."""
+    log_to_stderr(config.log)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    secrets = {
+        tenant: [read_secret(Path(file)) for file in known.secret_files] for tenant, known in config.tenants.items()
+    }
+    limits = ServiceLimits(**asdict(config.limits))
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_open(config))
+        calls = CallMetrics()
+        page = stack.enter_context(_metrics_page(config, store, calls))
+        server = GrpcServer(store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls)
+        uvloop.run(_serve(config, server, page, ready))
+    logger.info("stopped")
+
+
+def host_bytes(config: Config) -> int:
+    """Capacity of the host tier: the setting, else a quarter of the memory available now, at least HOST_BYTES_MIN."""
+    if config.tiers.host.capacity_bytes is not None:
+        return config.tiers.host.capacity_bytes
+    limit = memory_limit()
+    quarter_bytes = 0 if limit is None else limit.available_bytes // 4
+    return max(HOST_BYTES_MIN, quarter_bytes // _MIB * _MIB)
+
+
+def _open(config: Config) -> Store:
+    logger.info(
+        "opening: data_dir=%s host_bytes=%s disk_bytes=%s",
+        config.data_dir or "none",
+        format_size(host_bytes(config)),
+        format_size(config.disk_bytes),
+    )
+    return open_store(
+        config.data_dir or None,
+        host_bytes=host_bytes(config),
+        disk_bytes=config.disk_bytes,
+        settings=StoreSettings(events_bytes=config.events.capacity_bytes, **asdict(config.store)),
+    )
+
+
+def _metrics_page(
+    config: Config, store: Store, calls: CallMetrics
+) -> contextlib.AbstractContextManager[MetricsPage | None]:
+    if not config.server.metrics_address:
+        return contextlib.nullcontext()
+    registry = make_registry(store.stats, calls, __version__)
+    return contextlib.closing(MetricsPage(registry, config.server.metrics_address))
+
+
+async def _serve(config: Config, server: GrpcServer, page: MetricsPage | None, ready: TextIO) -> None:
+    stop_asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, _on_first_signal, loop, stop_asked)
+    listen = await server.start()
+    metrics = None if page is None else page.address
+    logger.info("serving: listen=%s metrics=%s version=%s", ",".join(listen), metrics or "none", __version__)
+    ready.write(json.dumps({"ready": True, "pid": os.getpid(), "listen": listen, "metrics": metrics}) + "\n")
+    ready.flush()
+    await stop_asked.wait()
+    logger.info("stopping: grace_seconds=%g; a second signal ends the process at once", config.server.grace_seconds)
+    await server.stop(config.server.grace_seconds)
+
+
+def _on_first_signal(loop: asyncio.AbstractEventLoop, stop_asked: asyncio.Event) -> None:
+    for number in _STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+    stop_asked.set()
