@@ -1,0 +1,47 @@
+"""What a store counts. Every field is guarded by the index lock."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.types import TierRun
+
+
+class Accounting:
+    """Counters since the start, and the memory of which requests were counted already."""
+
+    def __init__(self, request_ids_max: int) -> None:
+        self._request_ids_max = request_ids_max
+        self._counted: OrderedDict[str, None] = OrderedDict()
+        self.lookups = 0
+        self.lookup_tokens = 0
+        self.hit_tokens: Counter[str] = Counter()
+        self.loaded_tokens: Counter[str] = Counter()
+        self.stored_blocks = 0
+        self.present_blocks = 0
+        self.corrupt_blocks = 0
+        self.rejected_blocks: Counter[str] = Counter()
+        self.evicted_blocks: Counter[str] = Counter()
+
+    def first_lookup(self, request_id: str | None) -> bool:
+        """Whether this request was not counted before; remembers it. Requests without an id always count."""
+        if request_id is None:
+            return True
+        if request_id in self._counted:
+            self._counted.move_to_end(request_id)
+            return False
+        self._counted[request_id] = None
+        if len(self._counted) > self._request_ids_max:
+            self._counted.popitem(last=False)
+        return True
+
+    def count_lookup(self, prompt_tokens: int, runs: Iterable[TierRun], block_tokens: int) -> None:
+        """Add one lookup of a whole prompt and what it hit, by tier."""
+        self.lookups += 1
+        self.lookup_tokens += prompt_tokens
+        for run in runs:
+            self.hit_tokens[run.tier.name.lower()] += run.blocks * block_tokens

@@ -1,0 +1,109 @@
+"""The spaces of all namespaces under one lock, with the tiers they draw from."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import TYPE_CHECKING
+
+from kvstore import hashing
+from kvstore.errors import NoSpaceError
+from kvstore.events import EventLog
+from kvstore.store.accounting import Accounting
+from kvstore.store.space import Space
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.clock import Clock
+    from kvstore.store.settings import StoreSettings
+    from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.host import HostTier
+    from kvstore.types import Namespace, Tier
+
+_SECRET_BYTES = 32
+
+
+class Index:
+    """Owner of the index lock and of everything it guards: every space's tree, the counters, the tick.
+
+    Lock order, outermost first: a lease's or stage's own lock, the room lock (room.py), `lock`. No I/O and no copy
+    of blocks happens under `lock`. `_opening` serialises the making of spaces and is taken before `lock`.
+    """
+
+    def __init__(self, settings: StoreSettings, host: HostTier, disk: DiskTier | None, clock: Clock) -> None:
+        self.settings = settings
+        self.host = host
+        self.disk = disk
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.accounting = Accounting(settings.request_ids_max)
+        start = f"{disk.start_count}-" if disk is not None else ""
+        self.events = EventLog(f"{start}{secrets.token_hex(8)}", settings.events_bytes)
+        self._node_secret = disk.node_secret if disk is not None else secrets.token_bytes(_SECRET_BYTES)
+        self._opening = threading.Lock()
+        self._spaces: dict[Namespace, Space] = {}
+        self._tick = 0
+
+    def next_tick(self) -> int:
+        """A new, larger recency value; `lock` must be held."""
+        self._tick += 1
+        return self._tick
+
+    def spaces(self) -> list[Space]:
+        """All spaces opened so far."""
+        return list(self._spaces.values())
+
+    def space(self, namespace: Namespace) -> Space:
+        """The space of a namespace, made at its first use from what the disk holds of it."""
+        space = self._spaces.get(namespace)
+        if space is not None:
+            return space
+        with self._opening:
+            space = self._spaces.get(namespace)
+            if space is None:
+                if len(self._spaces) >= self.settings.namespaces_max:
+                    raise NoSpaceError(f"the store holds {len(self._spaces)} namespaces, its limit (namespaces_max)")
+                space = self._make_space(namespace)
+                self._spaces[namespace] = space
+            return space
+
+    def unclaimed_namespaces(self) -> list[tuple[bytes, tuple[int, ...], int]]:
+        """Namespaces that the disk holds and nobody has used since the start: ns_id, part sizes, block_tokens."""
+        if self.disk is None:
+            return []
+        claimed = {space.ns_id for space in self._spaces.values()}
+        return [found for found in self.disk.recovered_namespaces() if found[0] not in claimed]
+
+    def coldest_space(self, tier: Tier) -> Space | None:
+        """The space whose next victim in `tier` was used longest ago; `lock` must be held."""
+        best: Space | None = None
+        best_tick = 0
+        for space in self._spaces.values():
+            tick = space.tree.coldest_tick(tier)
+            if tick is not None and (best is None or tick < best_tick):
+                best, best_tick = space, tick
+        return best
+
+    def _make_space(self, namespace: Namespace) -> Space:
+        ns_id = hashing.namespace_id(namespace, self._node_secret)
+        layout = namespace.layout
+        disk_pool = None
+        if self.disk is not None:
+            disk_pool = self.disk.pool(ns_id, layout.part_sizes, layout.block_tokens)
+        space = Space(
+            ns_id=ns_id,
+            ns_key=hashing.namespace_key(namespace, self._node_secret),
+            layout=layout,
+            host=self.host.pool(ns_id, layout.part_sizes),
+            disk=disk_pool,
+            events=self.events,
+        )
+        if self.disk is not None and disk_pool is not None:
+            self._adopt(space, self.disk.recovered(ns_id))
+        return space
+
+    def _adopt(self, space: Space, recovered: Iterable[object]) -> None:
+        orphans = space.adopt(recovered)  # type: ignore[arg-type]
+        if orphans.size and space.disk is not None:
+            space.disk.free(orphans)

@@ -1,0 +1,144 @@
+"""Reading: a lease on a matched prefix, and loads from wherever its blocks lie."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Self
+
+from kvstore.buffers import writable_rows
+from kvstore.errors import ClosedError, InvalidArgumentError
+from kvstore.radix.tree import NO_SLOT
+from kvstore.types import LoadResult, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvstore.api import BlockBuffer
+    from kvstore.store.index import Index
+    from kvstore.store.space import Space
+    from kvstore.types import BlockIds, Slots
+
+_DISK_BATCH_BYTES = 64 << 20
+
+
+class StoreLease:
+    """A kvstore.api.Lease on blocks of this process's store.
+
+    `_lock` is held during a load, so that a release (or the end of the lease's time) waits until the copy has ended.
+    """
+
+    def __init__(self, index: Index, space: Space, ids: BlockIds, forget: Callable[[StoreLease], None]) -> None:
+        self._index = index
+        self._space = space
+        self._ids = ids
+        self._forget = forget
+        self._lock = threading.Lock()
+        self._open = True
+        self.expires_at = index.clock.monotonic() + index.settings.lease_seconds_max
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks protected."""
+        return int(self._ids.size)
+
+    def load_into(self, buffer: BlockBuffer, *, from_block: int = 0, part: int | None = None) -> LoadResult:
+        """Copy blocks into the rows of `buffer`; see kvstore.api.Lease."""
+        layout = self._space.layout
+        row_bytes = layout.block_bytes if part is None else layout.part_bytes(part)
+        rows = writable_rows(buffer, row_bytes)
+        if from_block < 0:
+            raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
+        with self._lock:
+            if not self._open:
+                raise ClosedError("the lease has ended: it was released, its time was over, or the store is closed")
+            ids = self._ids[from_block : from_block + len(rows)]
+            loaded = self._load(ids, rows, part)
+        return LoadResult(loaded, int(ids.size), loaded * row_bytes)
+
+    def release(self) -> None:
+        """End the lease; idempotent."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        with self._index.lock:
+            freed = self._space.release(self._ids)
+        freed.settle()
+        self._forget(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _load(self, ids: BlockIds, rows: NDArray[np.uint8], part: int | None) -> int:
+        """Load run by run, each from its tier; stops at the first block that is not right."""
+        done = 0
+        while done < ids.size:
+            with self._index.lock:
+                on_host = self._space.tree.slots(ids[done:], Tier.HOST)
+            if on_host[0] != NO_SLOT:
+                run = _leading(on_host != NO_SLOT)
+                self._space.host.read(on_host[:run], rows[done : done + run], part=part)
+                tier, good = Tier.HOST, run
+            else:
+                run = min(_leading(on_host == NO_SLOT), max(1, _DISK_BATCH_BYTES // rows.shape[1]))
+                tier, good = Tier.DISK, self._load_from_disk(ids[done : done + run], rows[done : done + run], part)
+            with self._index.lock:
+                tokens = good * self._space.layout.block_tokens
+                self._index.accounting.loaded_tokens[tier.name.lower()] += tokens
+            done += good
+            if good < run:
+                break
+        return done
+
+    def _load_from_disk(self, ids: BlockIds, rows: NDArray[np.uint8], part: int | None) -> int:
+        space = self._space
+        with self._index.lock:
+            slots = space.tree.slots(ids, Tier.DISK)
+            identities = space.identities(ids)
+        if space.disk is None or (slots == NO_SLOT).any():
+            raise AssertionError("a leased block lies in no tier")
+        verified = space.disk.read(slots, identities, rows, part=part)
+        good = _leading(verified)
+        if good < ids.size:
+            self._drop_corrupt(ids[good : good + 1])
+        if part is None:
+            self._promote(ids[:good], rows[:good])
+        return good
+
+    def _drop_corrupt(self, ids: BlockIds) -> None:
+        with self._index.lock:
+            freed = self._space.drop(ids)
+            self._index.accounting.corrupt_blocks += ids.size
+        freed.settle()
+
+    def _promote(self, ids: BlockIds, rows: NDArray[np.uint8]) -> None:
+        """Keep what was read from disk in host memory too, as far as there is free room."""
+        space = self._space
+        slots = space.host.allocate(int(ids.size))
+        if not slots.size:
+            return
+        space.host.write(slots, rows[: slots.size], part=None)
+        with self._index.lock:
+            placed = space.tree.place(ids[: slots.size], Tier.HOST, slots)
+            keys = space.tree.keys(ids[: slots.size][placed])
+            space.announce(Tier.HOST, b"", b"", [pair[1].tobytes() for pair in keys])
+        _free_unplaced(space, slots, placed)
+
+
+def _leading(mask: NDArray[np.bool_]) -> int:
+    """How many leading entries are true."""
+    return int(mask.size if mask.all() else mask.argmin())
+
+
+def _free_unplaced(space: Space, slots: Slots, placed: NDArray[np.bool_]) -> None:
+    if not placed.all():
+        space.host.free(slots[~placed])

@@ -1,0 +1,71 @@
+"""Pins: holds that operators place on prefixes, with or without a time limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from kvstore.errors import NoSpaceError
+from kvstore.types import Pin
+
+if TYPE_CHECKING:
+    from kvstore.store.index import Index
+    from kvstore.store.space import Freed, Space
+    from kvstore.types import BlockIds
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    space: Space
+    ids: BlockIds
+    expires_at: float | None
+
+
+class PinTable:
+    """All pins of a store. Guarded by the index lock; methods that end pins return what to settle outside of it."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._held: dict[int, _Held] = {}
+        self._next_id = count(1)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, space: Space, ids: BlockIds, ttl_seconds: float | None) -> Pin:
+        """Hold blocks; raises NoSpaceError at the limit of pins or of pinned bytes."""
+        settings = self._index.settings
+        if len(self._held) >= settings.pins_max:
+            raise NoSpaceError(f"there are {len(self._held)} pins, the limit (pins_max); unpin some first")
+        limit_bytes = int(settings.pinned_ratio_max * self._index.host.capacity_bytes)
+        wanted_bytes = int(ids.size) * space.layout.block_bytes
+        if self._pinned_bytes() + wanted_bytes > limit_bytes:
+            raise NoSpaceError(
+                f"pinning {ids.size} blocks ({wanted_bytes} bytes) on top of {self._pinned_bytes()} pinned bytes "
+                f"exceeds {limit_bytes} (pinned_ratio_max x host capacity); unpin some or raise the limit"
+            )
+        space.tree.lease(ids)
+        pin_id = next(self._next_id)
+        clock = self._index.clock
+        self._held[pin_id] = _Held(space, ids, None if ttl_seconds is None else clock.monotonic() + ttl_seconds)
+        return Pin(pin_id, int(ids.size), None if ttl_seconds is None else clock.unix() + ttl_seconds)
+
+    def remove(self, pin_id: int) -> Freed | None:
+        """End one pin; None if there is none of that id."""
+        held = self._held.pop(pin_id, None)
+        return None if held is None else held.space.release(held.ids)
+
+    def remove_expired(self) -> list[Freed]:
+        """End the pins whose time is over."""
+        now = self._index.clock.monotonic()
+        over = [pin_id for pin_id, held in self._held.items() if held.expires_at is not None and held.expires_at <= now]
+        return [freed for pin_id in over if (freed := self.remove(pin_id)) is not None]
+
+    def remove_of(self, space: Space) -> list[Freed]:
+        """End all pins of one namespace."""
+        mine = [pin_id for pin_id, held in self._held.items() if held.space is space]
+        return [freed for pin_id in mine if (freed := self.remove(pin_id)) is not None]
+
+    def _pinned_bytes(self) -> int:
+        return sum(int(held.ids.size) * held.space.layout.block_bytes for held in self._held.values())

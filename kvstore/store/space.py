@@ -1,0 +1,186 @@
+"""One namespace inside the store: its tree and its pools, and what it means for a block to leave them."""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore import hashing
+from kvstore.events import EventKind
+from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
+from kvstore.tiers.base import BlockIdentity, RecoveredBlock
+from kvstore.types import PLAIN_ROOT, Tier, TierRun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvstore.events import EventLog
+    from kvstore.tiers.disk import DiskPool
+    from kvstore.tiers.host import HostPool
+    from kvstore.types import BlockIds, KvLayout, Root, Slots
+
+_ROOTS_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Slots that left the index under its lock; `settle()` gives them back to their pools outside of it."""
+
+    space: Space
+    blocks: int
+    kept: int
+    host: Slots
+    disk: Slots
+
+    def settle(self) -> None:
+        """Return the slots. Freeing disk slots does I/O, so no lock of the index may be held."""
+        if self.host.size:
+            self.space.host.free(self.host)
+        if self.disk.size and self.space.disk is not None:
+            self.space.disk.free(self.disk)
+
+
+class Space:
+    """A namespace's radix tree, host pool and disk pool.
+
+    Every method that reads or changes the tree is called with the index lock held; the pools have locks of their own.
+    """
+
+    def __init__(
+        self, *, ns_id: bytes, ns_key: bytes, layout: KvLayout, host: HostPool, disk: DiskPool | None, events: EventLog
+    ) -> None:
+        self.ns_id = ns_id
+        self.layout = layout
+        self.host = host
+        self.disk = disk
+        self.tree = RadixTree(layout.block_tokens, hash_seed=secrets.randbits(64), ns_key=ns_key)
+        self._ns_key = ns_key
+        self._events = events
+        self._root_key = lru_cache(maxsize=_ROOTS_REMEMBERED)(lambda root: hashing.root_key(ns_key, root))
+
+    def root_key(self, root: Root | None) -> bytes:
+        """The 16-byte key of a root, the plain one for None."""
+        return self._root_key(PLAIN_ROOT if root is None else root)
+
+    def tier_runs(self, ids: BlockIds) -> tuple[TierRun, ...]:
+        """Consecutive runs by the tier of each block's best copy."""
+        on_host = self.tree.slots(ids, Tier.HOST) != NO_SLOT
+        edges = np.flatnonzero(np.diff(on_host)) + 1
+        starts = [0, *edges.tolist()] if ids.size else []
+        ends = [*starts[1:], ids.size]
+        return tuple(
+            TierRun(Tier.HOST if on_host[start] else Tier.DISK, end - start)
+            for start, end in zip(starts, ends, strict=False)
+        )
+
+    def identities(self, ids: BlockIds) -> list[BlockIdentity]:
+        """Full identities of blocks, for headers."""
+        keys = self.tree.keys(ids)
+        tokens = self.tree.tokens(ids)
+        return [
+            BlockIdentity(self.tree.root_of(int(block)), pair[0].tobytes(), pair[1].tobytes(), row.tobytes())
+            for block, pair, row in zip(ids, keys, tokens, strict=True)
+        ]
+
+    def prompt_keys(self, root_key: bytes, prompt: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> list[bytes]:
+        """Keys of all whole blocks of a prompt, the root key first. Needs no lock."""
+        keys = hashing.block_keys(self._ns_key, root_key, prompt, self.layout.block_tokens)
+        return [root_key, *(row.tobytes() for row in keys)]
+
+    def evict(self, ids: BlockIds, tier: Tier) -> Freed:
+        """Let blocks leave a tier; a last copy goes with everything below it. Held blocks are kept."""
+        return self._report(self.tree.evict(ids, tier), tier)
+
+    def drop(self, ids: BlockIds) -> Freed:
+        """Remove blocks and all below them whatever their holds; held ones give their slots back at the release."""
+        return self._report(self.tree.drop(ids), None)
+
+    def drop_unheld(self, root_key: bytes, prompt: np.ndarray[tuple[int], np.dtype[np.uint32]], first: int) -> Freed:
+        """Remove what is not held of a prompt from block `first` on, with all below it."""
+        return self._report(self.tree.drop_unheld(root_key, prompt, first), None)
+
+    def clear(self) -> Freed:
+        """Remove everything, as `drop` does."""
+        removed = self.tree.clear()
+        self._events.append(EventKind.CLEARED, self.ns_id)
+        return self._freed(removed)
+
+    def release(self, ids: BlockIds) -> Freed:
+        """End one hold on each block."""
+        return self._freed(self.tree.release(ids))
+
+    def announce(self, tier: Tier, root_key: bytes, parent_key: bytes, keys: Sequence[bytes]) -> None:
+        """Tell the event log that blocks entered a tier."""
+        if keys:
+            self._events.append(
+                EventKind.STORED, self.ns_id, root_key=root_key, tier=tier, parent_key=parent_key, keys=tuple(keys)
+            )
+
+    def adopt(self, recovered: Iterable[RecoveredBlock]) -> Slots:
+        """Take what the disk held into the (still empty) tree; returns the slots of what has no place in it.
+
+        Left out are blocks whose key is not the one that this namespace gives them, whose ancestors are not all
+        there, and second copies.
+        """
+        found = list(recovered)
+        children: defaultdict[tuple[bytes, bytes], list[RecoveredBlock]] = defaultdict(list)
+        for block in found:
+            if self._has_right_key(block.identity):
+                children[block.identity.root_key, block.identity.parent_key].append(block)
+        taken: set[int] = set()
+        for root_key in {block.identity.root_key for block in found}:
+            for path in _paths(root_key, children):
+                self._adopt_path(root_key, path, taken)
+        return np.array([block.slot for block in found if block.slot not in taken], dtype=np.uint32)
+
+    def _has_right_key(self, identity: BlockIdentity) -> bool:
+        tokens = np.frombuffer(identity.tokens, dtype=np.uint32)
+        if tokens.size != self.layout.block_tokens:
+            return False
+        keys = hashing.block_keys(self._ns_key, identity.parent_key, tokens, self.layout.block_tokens)
+        return keys.tobytes() == identity.key
+
+    def _adopt_path(self, root_key: bytes, path: Sequence[RecoveredBlock], taken: set[int]) -> None:
+        tokens = np.frombuffer(b"".join(block.identity.tokens for block in path), dtype=np.uint32)
+        existing, ids = self.tree.stage(root_key, tokens, 0, 0)
+        slots = np.array([block.slot for block in path[existing:]], dtype=np.uint32)
+        self.tree.place(ids[existing:], Tier.DISK, slots)
+        self.tree.release(ids)
+        taken.update(slots.tolist())
+
+    def _report(self, removed: Removed, tier: Tier | None) -> Freed:
+        if tier is not None:
+            self._announce_removed(removed.displaced_keys, tier, last_copy=False)
+        self._announce_removed(removed.dropped_keys, tier, last_copy=True)
+        return self._freed(removed)
+
+    def _announce_removed(
+        self, keys: np.ndarray[tuple[int, int], np.dtype[np.uint8]], tier: Tier | None, *, last_copy: bool
+    ) -> None:
+        if len(keys):
+            names = tuple(row.tobytes() for row in keys)
+            self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=names, last_copy=last_copy)
+
+    def _freed(self, removed: Removed) -> Freed:
+        return Freed(self, removed.blocks, removed.kept, removed.slots(Tier.HOST), removed.slots(Tier.DISK))
+
+
+def _paths(
+    root_key: bytes, children: dict[tuple[bytes, bytes], list[RecoveredBlock]]
+) -> Iterable[list[RecoveredBlock]]:
+    """Every path from the root to a leaf, without recursion."""
+    path: list[RecoveredBlock] = []
+    waiting = [(block, 0) for block in children.get((root_key, root_key), ())]
+    while waiting:
+        block, depth = waiting.pop()
+        del path[depth:]
+        path.append(block)
+        below = children.get((root_key, block.identity.key), ())
+        waiting.extend((child, depth + 1) for child in below)
+        if not below:
+            yield path

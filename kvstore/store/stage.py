@@ -1,0 +1,168 @@
+"""Writing: a stage reserves its blocks in the index and their slots in host memory, and makes them visible at once."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from kvstore.buffers import readable_rows
+from kvstore.errors import ClosedError
+from kvstore.types import CommitResult, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from kvstore.api import BlockBuffer
+    from kvstore.store.index import Index
+    from kvstore.store.space import Space
+    from kvstore.types import BlockIds, Slots, TokenArray
+
+
+class StoreStage:
+    """A kvstore.api.Stage in this process's store.
+
+    `path` are the ids of all blocks of the prompt, held once by this stage; `present` of them were there before.
+    `slots` belong to the stage until the commit gives them to the index. `_lock` guards all state, so that an abort
+    from another thread waits for a copy in progress.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        space: Space,
+        *,
+        root_key: bytes,
+        prompt: TokenArray,
+        requested_from: int,
+        forget: Callable[[StoreStage], None],
+    ) -> None:
+        self._index = index
+        self._space = space
+        self._root_key = root_key
+        self._prompt = prompt
+        self._requested_from = requested_from
+        self._forget = forget
+        self._lock = threading.Lock()
+        self._open = True
+        self._path: BlockIds = np.empty(0, dtype=np.uint32)
+        self._present = requested_from
+        self._slots: Slots = np.empty(0, dtype=np.uint32)
+        self._refused = 0
+        self._written = np.zeros((space.layout.part_count, 0), dtype=np.bool_)
+        self.expires_at = index.clock.monotonic() + index.settings.stage_seconds_max
+
+    def begin(self, present: int, path: BlockIds, reserve: Callable[[Space, int], Slots]) -> None:
+        """Take over the placeholders that the index made for this stage and reserve their slots.
+
+        Placeholders for which there is no room are dropped again: what is stored stays prefix-closed.
+        """
+        with self._lock:
+            self._path = path
+            self._present = present if path.size else self._requested_from
+            if not self._open:
+                self._finish(0)
+            self._check_open()
+            missing = self._prompt.size // self._space.layout.block_tokens - self._present
+            if path.size:
+                self._slots = reserve(self._space, missing)
+            self._refused = missing - int(self._slots.size)
+            self._written = np.zeros((self._space.layout.part_count, self._slots.size), dtype=np.bool_)
+            self._drop_refused()
+
+    def _drop_refused(self) -> None:
+        with self._index.lock:
+            accounting = self._index.accounting
+            accounting.present_blocks += self._present - self._requested_from
+            if self._refused:
+                reason = "host_full" if self._path.size else "missing_prefix"
+                accounting.rejected_blocks[reason] += self._refused
+            freed = self._space.drop(self._path[self._present + self._slots.size :])
+        freed.settle()
+
+    @property
+    def from_block(self) -> int:
+        """First block that wants bytes."""
+        return self._present
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks want bytes."""
+        return int(self._slots.size)
+
+    def write_from(self, buffer: BlockBuffer, *, from_block: int | None = None, part: int | None = None) -> int:
+        """Copy rows of `buffer` into the stage; see kvstore.api.Stage."""
+        layout = self._space.layout
+        rows = readable_rows(buffer, layout.block_bytes if part is None else layout.part_bytes(part))
+        first = self._requested_from if from_block is None else from_block
+        with self._lock:
+            self._check_open()
+            begin = max(first, self._present)
+            end = min(first + len(rows), self._present + self.blocks)
+            if begin >= end:
+                return 0
+            taken = slice(begin - self._present, end - self._present)
+            self._space.host.write(self._slots[taken], rows[begin - first : end - first], part=part)
+            self._written[slice(None) if part is None else part, taken] = True
+            return end - begin
+
+    def commit(self) -> CommitResult:
+        """Make the leading blocks whose every part was written visible, atomically; drop the others."""
+        with self._lock:
+            self._check_open()
+            self._open = False
+            complete = self._written.all(axis=0)
+            count = int(complete.size if complete.all() else complete.argmin())
+            stored = self._finish(count)
+        self._forget(self)
+        incomplete = self.blocks - stored
+        return CommitResult(stored, self._present - self._requested_from, self._refused + incomplete)
+
+    def abort(self) -> None:
+        """Drop everything written; idempotent, and a no-op after commit."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            self._finish(0)
+        self._forget(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif self._open:
+            self.commit()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ClosedError(
+                "the stage has ended: it was committed or aborted, its time was over, or its store closed"
+            )
+
+    def _finish(self, count: int) -> int:
+        """Give the first `count` blocks to the index, drop the rest, end the holds. Returns how many were placed."""
+        space = self._space
+        staged = self._path[self._present : self._present + self.blocks]
+        keys = space.prompt_keys(self._root_key, self._prompt) if count else []
+        placed = np.zeros(staged.size, dtype=np.bool_)
+        with self._index.lock:
+            placed[:count] = space.tree.place(staged[:count], Tier.HOST, self._slots[:count])
+            stored = int(placed.sum())
+            self._index.accounting.stored_blocks += stored
+            if stored:
+                first = self._present
+                space.announce(Tier.HOST, self._root_key, keys[first], keys[first + 1 : first + 1 + stored])
+            dropped = space.drop(self._path[self._present + count :])
+            released = space.release(self._path)
+        if not placed.all():
+            space.host.free(self._slots[~placed])
+        dropped.settle()
+        released.settle()
+        return stored

@@ -1,0 +1,284 @@
+"""Store: match / lease / load and stage / write / commit over one index and the tiers of this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from kvstore.clock import SystemClock
+from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError
+from kvstore.store.index import Index
+from kvstore.store.lease import StoreLease
+from kvstore.store.pins import PinTable
+from kvstore.store.room import RoomMaker
+from kvstore.store.settings import StoreSettings
+from kvstore.store.stage import StoreStage
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.host import HostTier
+from kvstore.tokens import as_token_array
+from kvstore.types import PLAIN_ROOT, PrefixMatch, StoreStats, Tier, TierStats
+
+if TYPE_CHECKING:
+    import os
+    from types import TracebackType
+
+    from kvstore.clock import Clock
+    from kvstore.events import EventPage
+    from kvstore.store.space import Space
+    from kvstore.tokens import Tokens
+    from kvstore.types import Namespace, Pin, Root, TokenArray
+
+_Ended = TypeVar("_Ended", StoreLease, StoreStage)
+
+
+class Store:
+    """A kvstore.api.KvStore in this process. Owns its tiers; thread-safe (lock order: see index.py)."""
+
+    def __init__(self, host: HostTier, disk: DiskTier | None, settings: StoreSettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._host = host
+        self._disk = disk
+        self._index = Index(settings, host, disk, clock)
+        self._room = RoomMaker(self._index)
+        self._pins = PinTable(self._index)
+        self._leases: set[StoreLease] = set()
+        self._stages: set[StoreStage] = set()
+        self._open = True
+
+    def match(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        root: Root | None = None,
+        touch: bool = True,
+        request_id: str | None = None,
+    ) -> PrefixMatch:
+        """The longest stored prefix; see kvstore.api.KvStore."""
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        with self._index.lock:
+            ids = space.tree.match(root_key, prompt)
+            runs = space.tier_runs(ids)
+            accounting = self._index.accounting
+            if touch and accounting.first_lookup(request_id):
+                space.tree.touch(ids, self._index.next_tick())
+                accounting.count_lookup(prompt.size, runs, namespace.layout.block_tokens)
+        return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
+
+    def lease(self, match: PrefixMatch) -> StoreLease:
+        """Protect a match; see kvstore.api.KvStore."""
+        self._check_open()
+        self._end_overdue()
+        space = self._index.space(match.namespace)
+        root_key = space.root_key(match.root)
+        with self._index.lock:
+            if len(self._leases) >= self._settings.leases_max:
+                raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
+            ids = space.tree.match(root_key, match.prompt)[: match.blocks]
+            space.tree.lease(ids)
+            lease = StoreLease(self._index, space, ids, self._forget_lease)
+            self._leases.add(lease)
+        return lease
+
+    def stage(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0
+    ) -> StoreStage:
+        """Begin to store; see kvstore.api.KvStore."""
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        whole = prompt.size // namespace.layout.block_tokens
+        if not 0 <= from_block <= whole:
+            raise InvalidArgumentError(f"from_block is {from_block}, expected 0..{whole} (whole blocks of the prompt)")
+        self._end_overdue()
+        prompt = prompt[: whole * namespace.layout.block_tokens]
+        stage = StoreStage(
+            self._index,
+            space,
+            root_key=root_key,
+            prompt=prompt,
+            requested_from=from_block,
+            forget=self._forget_stage,
+        )
+        with self._index.lock:
+            if len(self._stages) >= self._settings.stages_max:
+                raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
+            present, path = space.tree.stage(root_key, prompt, from_block, self._index.next_tick())
+            self._stages.add(stage)
+        try:
+            stage.begin(present, path, self._room.reserve)
+        except BaseException:
+            stage.abort()
+            raise
+        return stage
+
+    def pin(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
+    ) -> Pin:
+        """Protect a stored prefix; see kvstore.api.KvStore."""
+        if ttl_seconds is not None and not ttl_seconds > 0:
+            raise InvalidArgumentError(f"ttl_seconds is {ttl_seconds}, expected more than 0, or None for no limit")
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        self._end_overdue()
+        with self._index.lock:
+            return self._pins.add(space, space.tree.match(root_key, prompt), ttl_seconds)
+
+    def unpin(self, pin_id: int) -> bool:
+        """End a pin; see kvstore.api.KvStore."""
+        self._check_open()
+        with self._index.lock:
+            freed = self._pins.remove(pin_id)
+        if freed is not None:
+            freed.settle()
+        return freed is not None
+
+    def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
+        """Drop a prefix from `from_block` on; see kvstore.api.KvStore."""
+        if from_block < 0:
+            raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        self._end_overdue()
+        with self._index.lock:
+            freed = space.drop_unheld(root_key, prompt, from_block)
+            self._index.accounting.evicted_blocks["request"] += freed.blocks
+        freed.settle()
+        return freed.blocks
+
+    def clear(self, namespace: Namespace) -> int:
+        """Drop a namespace; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
+        self._check_open()
+        space = self._index.space(namespace)
+        with self._room.lock:
+            with self._index.lock:
+                freed = space.clear()
+                self._index.accounting.evicted_blocks["clear"] += freed.blocks
+                unpinned = self._pins.remove_of(space)
+            if self._disk is not None:
+                self._disk.clear(space.ns_id)
+            for item in (freed, *unpinned):
+                item.settle()
+        return freed.blocks
+
+    def stats(self) -> StoreStats:
+        """Occupancy and counters since the start."""
+        self._check_open()
+        self._end_overdue()
+        spaces = self._index.spaces()
+        with self._index.lock:
+            counted = self._index.accounting
+            blocks = {tier: sum(space.tree.tier_blocks(tier) for space in spaces) for tier in (Tier.HOST, Tier.DISK)}
+            tiers = {"host": TierStats(self._host.capacity_bytes, self._host.used_bytes, blocks[Tier.HOST])}
+            if self._disk is not None:
+                tiers["disk"] = TierStats(self._disk.capacity_bytes, self._disk.used_bytes, blocks[Tier.DISK])
+            return StoreStats(
+                tiers=tiers,
+                namespaces=len(spaces),
+                lookups=counted.lookups,
+                lookup_tokens=counted.lookup_tokens,
+                hit_tokens=dict(counted.hit_tokens),
+                loaded_tokens=dict(counted.loaded_tokens),
+                stored_blocks=counted.stored_blocks,
+                present_blocks=counted.present_blocks,
+                rejected_blocks=+counted.rejected_blocks,
+                evicted_blocks=+counted.evicted_blocks,
+                corrupt_blocks=counted.corrupt_blocks,
+                leases=len(self._leases),
+                stages=len(self._stages),
+                pins=len(self._pins),
+                index_bytes=sum(space.tree.memory_bytes for space in spaces),
+            )
+
+    def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
+        """The log of what was stored and removed; see kvstore.api.KvStore."""
+        self._check_open()
+        if after < 0 or limit < 1 or wait_seconds < 0:
+            raise InvalidArgumentError(
+                f"after={after}, limit={limit}, wait_seconds={wait_seconds}: expected at least 0, 1 and 0"
+            )
+        return self._index.events.read(after, limit, wait_seconds)
+
+    def flush(self) -> None:
+        """Return when everything committed and admitted to disk is there."""
+        self._check_open()
+        self._room.flush()
+
+    def close(self) -> None:
+        """End all leases and stages, flush, and release the tiers; idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        for lease in list(self._leases):
+            lease.release()
+        for stage in list(self._stages):
+            stage.abort()
+        self._room.flush()
+        self._host.close()
+        if self._disk is not None:
+            self._disk.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ClosedError("the store is closed")
+
+    def _address(self, namespace: Namespace, tokens: Tokens, root: Root | None) -> tuple[Space, bytes, TokenArray]:
+        """Check the arguments that name blocks; nothing has changed yet when one of them is refused."""
+        self._check_open()
+        prompt = as_token_array(tokens)
+        space = self._index.space(namespace)
+        return space, space.root_key(root), prompt
+
+    def _end_overdue(self) -> None:
+        """End leases, stages and pins whose time is over, so that a forgotten one cannot hold memory for ever."""
+        now = self._clock.monotonic()
+        for lease in [lease for lease in list(self._leases) if lease.expires_at <= now]:
+            lease.release()
+        for stage in [stage for stage in list(self._stages) if stage.expires_at <= now]:
+            stage.abort()
+        with self._index.lock:
+            expired = self._pins.remove_expired()
+        for freed in expired:
+            freed.settle()
+
+    def _forget_lease(self, lease: StoreLease) -> None:
+        with self._index.lock:
+            self._leases.discard(lease)
+
+    def _forget_stage(self, stage: StoreStage) -> None:
+        with self._index.lock:
+            self._stages.discard(stage)
+
+
+def open_store(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    host_bytes: int,
+    disk_bytes: int = 0,
+    settings: StoreSettings | None = None,
+    clock: Clock | None = None,
+) -> Store:
+    """Open a store in this process; `kvstore.open`.
+
+    `path` is the data directory, made if it is missing and locked while open. With `disk_bytes` 0 there is no disk
+    tier, and no path is needed. Raises ConfigError for sizes that cannot be, StorageError where the directory or the
+    memory is not to be had.
+    """
+    if host_bytes < 1 or disk_bytes < 0:
+        raise ConfigError(f"host_bytes={host_bytes}, disk_bytes={disk_bytes}: expected at least 1 and 0")
+    if disk_bytes and path is None:
+        raise ConfigError(f"disk_bytes is {disk_bytes} but there is no path for it; name a data directory")
+    clock = SystemClock() if clock is None else clock
+    host = HostTier(host_bytes)
+    disk = None
+    if disk_bytes and path is not None:
+        try:
+            disk = DiskTier.open(path, capacity_bytes=disk_bytes)
+        except BaseException:
+            host.close()
+            raise
+    return Store(host, disk, StoreSettings() if settings is None else settings, clock)

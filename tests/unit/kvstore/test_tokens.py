@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import array
+
+import numpy as np
+import pytest
+
+from kvstore.errors import InvalidTokensError
+from kvstore.tokens import PROMPT_TOKENS_MAX, as_token_array
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        range(1, 4),
+        np.array([1, 2, 3], dtype=np.int64),
+        np.array([1, 0, 2, 0, 3], dtype=np.int32)[::2],
+        array.array("i", [1, 2, 3]),
+        memoryview(array.array("q", [1, 2, 3])),
+        torch.tensor([1, 2, 3]),
+    ],
+)
+def test_all_forms_give_the_same_private_array(tokens: object) -> None:
+    made = as_token_array(tokens)
+    assert made.dtype == np.uint32
+    assert made.tolist() == [1, 2, 3]
+
+
+def test_the_copy_does_not_follow_the_callers_buffer() -> None:
+    buffer = np.array([1, 2], dtype=np.uint32)
+    made = as_token_array(buffer)
+    buffer[0] = 9
+    assert made.tolist() == [1, 2]
+
+
+def test_no_tokens_are_an_empty_prompt() -> None:
+    assert as_token_array([]).size == 0
+    assert as_token_array(np.array([], dtype=np.int32)).size == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ([1, -2], "token id -2 is out of range"),
+        ([2**32], "token id 4294967296 is out of range"),
+        (np.array([-1], dtype=np.int32), "token id -1"),
+        ([1.0], "type float64"),
+        ([True], "type bool"),
+        (np.array([], dtype=np.float32), "type float32"),
+        ([[1]], "one flat sequence"),
+        (7, "one flat sequence"),
+        ("text", "tokenize the text first"),
+        (b"text", "tokenize the text first"),
+        ([2**80], "type object"),
+        (range(PROMPT_TOKENS_MAX + 1), "expected at most"),
+    ],
+)
+def test_anything_else_is_refused(tokens: object, problem: str) -> None:
+    with pytest.raises(InvalidTokensError, match=problem):
+        as_token_array(tokens)
