@@ -1,0 +1,172 @@
+"""Metrics: each exported number is the one that the store or the calls have, to the unit."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from dataclasses import fields, replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.errors import ConfigError
+from kvstore.metrics import (
+    CALL_SECONDS_BUCKETS,
+    STORE_METRICS,
+    CallMetrics,
+    MetricsPage,
+    make_registry,
+    metric_names,
+)
+from kvstore.types import StoreStats, TierStats
+
+STATS = StoreStats(
+    tiers={"host": TierStats(1000, 600, 6), "disk": TierStats(9000, 2000, 20)},
+    namespaces=2,
+    lookups=3,
+    lookup_tokens=480,
+    hit_tokens={"host": 160, "disk": 32},
+    loaded_tokens={"host": 144},
+    stored_blocks=11,
+    present_blocks=4,
+    rejected_blocks={"full": 5},
+    evicted_blocks={"space": 7, "clear": 8},
+    corrupt_blocks=1,
+    leases=12,
+    stages=13,
+    pins=14,
+    index_bytes=4096,
+)
+
+
+def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    """Every sample by its name and its label values."""
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+
+
+def test_each_store_metric_has_the_exact_value_of_the_store():
+    found = values(make_registry(lambda: STATS, CallMetrics(), "1.2.3"))
+
+    expected = {
+        ("kvstore_build_info", "1.2.3"): 1,
+        ("kvstore_tier_capacity_bytes", "host"): 1000,
+        ("kvstore_tier_capacity_bytes", "disk"): 9000,
+        ("kvstore_tier_used_bytes", "host"): 600,
+        ("kvstore_tier_used_bytes", "disk"): 2000,
+        ("kvstore_tier_blocks", "host"): 6,
+        ("kvstore_tier_blocks", "disk"): 20,
+        ("kvstore_namespaces", ""): 2,
+        ("kvstore_lookups_total", ""): 3,
+        ("kvstore_lookup_tokens_total", ""): 480,
+        ("kvstore_hit_tokens_total", "host"): 160,
+        ("kvstore_hit_tokens_total", "disk"): 32,
+        ("kvstore_loaded_tokens_total", "host"): 144,
+        ("kvstore_stored_blocks_total", ""): 11,
+        ("kvstore_present_blocks_total", ""): 4,
+        ("kvstore_rejected_blocks_total", "full"): 5,
+        ("kvstore_evicted_blocks_total", "space"): 7,
+        ("kvstore_evicted_blocks_total", "clear"): 8,
+        ("kvstore_corrupt_blocks_total", ""): 1,
+        ("kvstore_leases", ""): 12,
+        ("kvstore_stages", ""): 13,
+        ("kvstore_pins", ""): 14,
+        ("kvstore_index_bytes", ""): 4096,
+    }
+    assert expected == {name: value for name, value in found.items() if name[0].startswith("kvstore_")}
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(StoreStats)])
+def test_every_counter_of_the_store_moves_a_metric(name):
+    value = getattr(STATS, name)
+    if name == "tiers":
+        changed = {"host": TierStats(1001, 601, 7), "disk": value["disk"]}
+    else:
+        changed = {**value, "other": 9} if isinstance(value, dict) else value + 1
+
+    before = values(make_registry(lambda: STATS, CallMetrics(), "1"))
+    after = values(make_registry(lambda: replace(STATS, **{name: changed}), CallMetrics(), "1"))
+
+    moved = [key for key in after if key[0].startswith("kvstore_") and after[key] != before.get(key)]
+    assert (3 if name == "tiers" else 1) == len(moved)
+
+
+def test_calls_are_counted_in_their_bucket_by_method_and_status():
+    calls = CallMetrics()
+    for seconds in (0.00004, 0.00005, 0.3, 11.0):
+        calls.observe("Match", seconds, "OK")
+    calls.observe("Match", 0.001, "NOT_FOUND")
+
+    family = next(iter(calls.collect()))
+    buckets = {
+        sample.labels["le"]: sample.value
+        for sample in family.samples
+        if sample.name == "kvstore_call_seconds_bucket" and sample.labels["status"] == "OK"
+    }
+    totals = {
+        (sample.name, sample.labels["status"]): sample.value for sample in family.samples if "le" not in sample.labels
+    }
+    assert len(CALL_SECONDS_BUCKETS) + 1 == len(buckets)
+    assert (2, 2, 3, 3, 4) == tuple(buckets[le] for le in ("5e-05", "0.25", "0.5", "10.0", "+Inf"))
+    assert 4 == totals["kvstore_call_seconds_count", "OK"]
+    assert pytest.approx(11.30009) == totals["kvstore_call_seconds_sum", "OK"]
+    assert 1 == totals["kvstore_call_seconds_count", "NOT_FOUND"]
+
+
+def test_there_are_no_created_series_and_no_names_beyond_the_declared_ones():
+    calls = CallMetrics()
+    calls.observe("Match", 0.001, "OK")
+
+    names = {name for name, _ in values(make_registry(lambda: STATS, calls, "1"))}
+
+    ours = {name for name in names if name.startswith("kvstore_")}
+    assert [] == [name for name in names if name.endswith("_created")]
+    histogram = {f"kvstore_call_seconds_{suffix}" for suffix in ("bucket", "count", "sum")}
+    assert set(metric_names()) - {"kvstore_call_seconds"} | histogram == ours
+
+
+def test_two_registries_stand_side_by_side():
+    make_registry(lambda: STATS, CallMetrics(), "1")
+    make_registry(lambda: STATS, CallMetrics(), "1")
+
+
+def test_names_have_base_units_and_each_is_declared_once():
+    names = metric_names()
+
+    assert len(names) == len(set(names))
+    assert [] == [metric.name for metric in STORE_METRICS if not metric.sentence.endswith(".")]
+    assert [] == [name for name in names if ":" in name or name.endswith(("_ms", "_mb", "_gb", "_percent"))]
+
+
+def test_the_page_serves_the_registry_on_a_free_port_until_closed():
+    page = MetricsPage(make_registry(lambda: STATS, CallMetrics(), "1"), "127.0.0.1:0")
+    with urllib.request.urlopen(f"http://{page.address}/metrics") as response:
+        text = response.read().decode()
+    page.close()
+    page.close()
+
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert 480 == families["kvstore_lookup_tokens"].samples[0].value
+    with socket.socket() as probe:
+        host, port = page.address.split(":")
+        assert 0 != probe.connect_ex((host, int(port)))
+
+
+def test_a_taken_port_is_one_line_that_names_it():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+
+        with pytest.raises(ConfigError, match=address):
+            MetricsPage(CollectorRegistry(), address)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", "0.0.0.0:0", "example.org:80"])
+def test_an_address_that_is_malformed_or_not_on_loopback_is_refused(address):
+    with pytest.raises(ConfigError, match=r"server\.metrics_address"):
+        MetricsPage(CollectorRegistry(), address)
