@@ -1,0 +1,176 @@
+// Python face of the tree: converts arguments and results, nothing else. Arrays go in and out without a copy.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "radix_tree.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using kvstore::IdSpan;
+using kvstore::Key128;
+using kvstore::RadixTree;
+using kvstore::Removed;
+
+using InputArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Below about 200 us of work, getting the GIL back costs more than keeping it.
+constexpr size_t kReleaseGilTokens = 16384;
+
+class GilPolicy {
+ public:
+  explicit GilPolicy(size_t token_count) {
+    if (token_count > kReleaseGilTokens) release_.emplace();
+  }
+
+ private:
+  std::optional<nb::gil_scoped_release> release_;
+};
+
+IdSpan View(const InputArray& array) { return IdSpan{array.data(), array.size()}; }
+
+Key128 AsKey(const nb::bytes& bytes, const char* error) {
+  Key128 key;
+  if (bytes.size() != sizeof(key.bytes)) throw std::invalid_argument(error);
+  std::memcpy(key.bytes, bytes.data(), sizeof(key.bytes));
+  return key;
+}
+
+Key128 AsRoot(const nb::bytes& bytes) { return AsKey(bytes, "root must be 16 bytes"); }
+
+// Hands the values over to numpy, which frees them.
+template <typename Element, typename Value>
+nb::object ToNumpy(std::vector<Value> values, std::initializer_list<size_t> shape) {
+  static_assert(sizeof(Value) % sizeof(Element) == 0);
+  auto* owned = new std::vector<Value>(std::move(values));
+  nb::capsule owner(owned, [](void* data) noexcept { delete static_cast<std::vector<Value>*>(data); });
+  return nb::cast(nb::ndarray<nb::numpy, Element>(owned->data(), shape, owner));
+}
+
+nb::object IdsToNumpy(kvstore::Ids ids) {
+  const size_t count = ids.size();
+  return ToNumpy<uint32_t>(std::move(ids), {count});
+}
+
+void BindTree(nb::module_& module) {
+  nb::class_<RadixTree>(module, "RadixTree")
+      .def(nb::init<uint32_t, uint64_t, uint32_t>(), "block_tokens"_a, "hash_seed"_a, "hash_bits"_a = 32)
+      .def_prop_ro("block_tokens", &RadixTree::block_tokens)
+      .def_prop_ro("block_count", &RadixTree::block_count)
+      .def_prop_ro("node_count", &RadixTree::node_count)
+      .def_prop_ro("root_count", &RadixTree::root_count)
+      .def_prop_ro("memory_bytes", &RadixTree::memory_bytes)
+      .def("tier_blocks", &RadixTree::tier_blocks, "tier"_a)
+      .def("match",
+           [](const RadixTree& tree, const nb::bytes& root, const InputArray& tokens) {
+             const Key128 key = AsRoot(root);
+             kvstore::Ids ids;
+             {
+               const GilPolicy gil(tokens.size());
+               ids = tree.Match(key, View(tokens));
+             }
+             return IdsToNumpy(std::move(ids));
+           },
+           "root"_a, "tokens"_a.noconvert())
+      .def("touch", [](RadixTree& tree, const InputArray& ids, uint64_t tick) { tree.Touch(View(ids), tick); },
+           "ids"_a.noconvert(), "tick"_a)
+      .def("slots",
+           [](const RadixTree& tree, const InputArray& ids, int64_t tier) {
+             return IdsToNumpy(tree.Slots(View(ids), tier));
+           },
+           "ids"_a.noconvert(), "tier"_a)
+      .def("lease", [](RadixTree& tree, const InputArray& ids) { tree.Lease(View(ids)); }, "ids"_a.noconvert())
+      .def("release", [](RadixTree& tree, const InputArray& ids) { return tree.Release(View(ids)); },
+           "ids"_a.noconvert())
+      .def("stage",
+           [](RadixTree& tree, const nb::bytes& root, const InputArray& tokens, int64_t from_block, uint64_t tick) {
+             const Key128 key = AsRoot(root);
+             kvstore::Staged staged;
+             {
+               const GilPolicy gil(tokens.size());
+               staged = tree.Stage(key, View(tokens), from_block, tick);
+             }
+             return nb::make_tuple(staged.existing_blocks, IdsToNumpy(std::move(staged.ids)));
+           },
+           "root"_a, "tokens"_a.noconvert(), "from_block"_a, "tick"_a)
+      .def("place",
+           [](RadixTree& tree, const InputArray& ids, int64_t tier, const InputArray& slots) {
+             return ToNumpy<bool>(tree.Place(View(ids), tier, View(slots)), {ids.size()});
+           },
+           "ids"_a.noconvert(), "tier"_a, "slots"_a.noconvert())
+      .def("coldest_tick", &RadixTree::ColdestTick, "tier"_a)
+      .def("take_victims",
+           [](RadixTree& tree, int64_t tier, int64_t limit) { return IdsToNumpy(tree.TakeVictims(tier, limit)); },
+           "tier"_a, "limit"_a)
+      .def("evict",
+           [](RadixTree& tree, const InputArray& ids, int64_t tier) { return tree.Evict(View(ids), tier); },
+           "ids"_a.noconvert(), "tier"_a)
+      .def("drop", [](RadixTree& tree, const InputArray& ids) { return tree.Drop(View(ids)); }, "ids"_a.noconvert())
+      .def("drop_unheld",
+           [](RadixTree& tree, const nb::bytes& root, const InputArray& tokens, int64_t from_block) {
+             return tree.DropUnheld(AsRoot(root), View(tokens), from_block);
+           },
+           "root"_a, "tokens"_a.noconvert(), "from_block"_a)
+      .def("clear", &RadixTree::Clear)
+      .def("ids_in_slots",
+           [](const RadixTree& tree, int64_t tier, int64_t first_slot, int64_t slot_count) {
+             return IdsToNumpy(tree.IdsInSlots(tier, first_slot, slot_count));
+           },
+           "tier"_a, "first_slot"_a, "slot_count"_a)
+      .def("missing_in",
+           [](const RadixTree& tree, int64_t tier, int64_t source_tier, int64_t limit) {
+             return IdsToNumpy(tree.MissingIn(tier, source_tier, limit));
+           },
+           "tier"_a, "source_tier"_a, "limit"_a)
+      .def("keys",
+           [](RadixTree& tree, const InputArray& ids, const nb::bytes& ns_key) {
+             const Key128 key = AsKey(ns_key, "ns_key must be 16 bytes");
+             std::vector<Key128> keys;
+             {
+               const GilPolicy gil(ids.size() * tree.block_tokens());
+               keys = tree.Keys(View(ids), key.bytes);
+             }
+             return ToNumpy<uint8_t>(std::move(keys), {ids.size(), 2, sizeof(Key128)});
+           },
+           "ids"_a.noconvert(), "ns_key"_a)
+      .def("tokens",
+           [](const RadixTree& tree, const InputArray& ids) {
+             return ToNumpy<uint32_t>(tree.Tokens(View(ids)), {ids.size(), size_t{tree.block_tokens()}});
+           },
+           "ids"_a.noconvert())
+      .def("root_of",
+           [](const RadixTree& tree, uint32_t block_id) {
+             const Key128 key = tree.RootOf(block_id);
+             return nb::bytes(key.bytes, sizeof(key.bytes));
+           },
+           "block_id"_a)
+      .def("check_integrity", &RadixTree::CheckIntegrity);
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  module.attr("NO_SLOT") = kvstore::kNoSlot;
+  module.attr("TIER_COUNT") = kvstore::kTierCount;
+  nb::class_<Removed>(module, "Removed")
+      .def_ro("blocks", &Removed::blocks)
+      .def_ro("kept", &Removed::kept)
+      .def("slots",
+           [](const Removed& removed, int64_t tier) {
+             if (tier < 0 || tier >= kvstore::kTierCount) throw std::invalid_argument("tier is out of range");
+             return IdsToNumpy(removed.slots[tier]);
+           },
+           "tier"_a);
+  BindTree(module);
+}

@@ -1,0 +1,63 @@
+// What the tree is made of: blocks (per-block state) and nodes (runs of blocks without a branch).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "pool.h"
+#include "siphash.h"
+
+namespace kvstore {
+
+constexpr int kTierCount = 2;
+constexpr uint32_t kNoSlot = 0xFFFFFFFFu;
+
+enum class BlockState : uint8_t { kFree, kAttached, kDetached };
+
+// The state of one block. `depth` is its index in the prefix, so that its place in a node, `depth - node.depth`,
+// survives splits and merges.
+struct Block {
+  uint64_t tick = 0;
+  uint32_t slot[kTierCount] = {kNoSlot, kNoSlot};
+  uint32_t node = kNone;
+  uint32_t depth = 0;
+  uint32_t holds = 0;
+  BlockState state = BlockState::kFree;
+  uint8_t leaving = 0;  // a bit for each tier that the block was taken as a victim of
+
+  uint32_t& FreeLink() { return node; }
+  bool staged() const { return slot[0] == kNoSlot && slot[1] == kNoSlot; }
+  bool leaves(int tier) const { return (leaving >> tier) & 1; }
+  bool resident(int tier) const { return slot[tier] != kNoSlot && !leaves(tier); }
+  bool in_use() const { return holds > 0 || leaving != 0; }  // by a lease, or by an eviction under way
+};
+static_assert(sizeof(Block) == 32, "the budget of memory per block counts on it");
+
+// A run of blocks. A root has no blocks and no parent. The children differ in their first block.
+struct Node {
+  std::vector<uint32_t> tokens;  // (blocks, block_tokens), contiguous
+  std::vector<uint32_t> ids;     // (blocks)
+  Key128 parent_key{};           // key before the first block; of a root, the root key. Valid where has_parent_key.
+  uint32_t parent = kNone;
+  uint32_t first_child = kNone;
+  uint32_t next_sibling = kNone;
+  uint32_t previous_sibling = kNone;
+  uint32_t child_count = 0;
+  uint32_t depth = 0;                         // index in the prefix of the first block
+  uint32_t staged = 0;                        // blocks of this node without a slot
+  uint32_t resident[kTierCount] = {0, 0};     // blocks of this node in the tier and not leaving it
+  uint32_t below[kTierCount] = {0, 0};        // children that have a resident block in their subtree
+  uint32_t resident_end[kTierCount] = {0, 0};  // no resident block lies at this depth or deeper
+  uint32_t heap_index[kTierCount] = {kNone, kNone};
+  bool has_parent_key = false;
+
+  uint32_t& FreeLink() { return parent; }
+  uint32_t block_count() const { return static_cast<uint32_t>(ids.size()); }
+  uint32_t end() const { return depth + block_count(); }
+  bool occupied(int tier) const { return resident[tier] > 0 || below[tier] > 0; }
+};
+
+using BlockPool = Pool<Block, 10>;
+using NodePool = Pool<Node, 8>;
+
+}  // namespace kvstore

@@ -1,0 +1,454 @@
+#include "radix_tree.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace kvstore {
+
+namespace {
+
+constexpr size_t kCompareBytes = 4096;  // what one memcmp spans while a prompt still agrees with an edge
+constexpr size_t kRootEntryBytes = 56;  // a node and a bucket of the map of roots
+constexpr uint64_t kMixFactor = 0x9E3779B97F4A7C15ULL;
+
+uint64_t Mix(uint64_t left, uint64_t right) {
+  const auto product = static_cast<unsigned __int128>(left) * right;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+}  // namespace
+
+size_t RadixTree::KeyHash::operator()(const Key128& key) const {
+  uint64_t low;
+  uint64_t high;
+  std::memcpy(&low, key.bytes, sizeof(low));
+  std::memcpy(&high, key.bytes + sizeof(low), sizeof(high));
+  return static_cast<size_t>(Mix(Mix(low ^ seed, kMixFactor) ^ high, kMixFactor));
+}
+
+bool RadixTree::KeyEqual::operator()(const Key128& left, const Key128& right) const {
+  return std::memcmp(left.bytes, right.bytes, sizeof(left.bytes)) == 0;
+}
+
+RadixTree::RadixTree(uint32_t block_tokens, uint64_t hash_seed, uint32_t hash_bits)
+    : block_tokens_(block_tokens),
+      hash_seed_(hash_seed),
+      tag_mask_(static_cast<uint32_t>((1ULL << std::min(hash_bits, 32u)) - 1)),
+      roots_(0, KeyHash{hash_seed}),
+      heaps_{VictimHeap(&nodes_, 0), VictimHeap(&nodes_, 1)} {
+  if (block_tokens == 0) throw std::invalid_argument("block_tokens is 0, expected at least 1");
+  if (hash_bits > 32) throw std::invalid_argument("hash_bits is above 32");
+}
+
+size_t RadixTree::memory_bytes() const {
+  return sizeof(*this) + blocks_.bytes() + nodes_.bytes() + edge_bytes_ + children_.bytes() + heaps_[0].bytes() +
+         heaps_[1].bytes() + roots_.size() * kRootEntryBytes;
+}
+
+// ---- what callers ask for ----
+
+Ids RadixTree::Match(const Key128& root, TokenSpan tokens) const {
+  Ids ids;
+  Cursor cursor = StartAt(FindRoot(root), tokens);
+  while (Descend(&cursor)) {
+    const Node& node = nodes_[cursor.node];
+    const uint32_t visible = node.staged == 0 ? cursor.taken : LeadingCommitted(node, cursor.taken);
+    ids.insert(ids.end(), node.ids.begin(), node.ids.begin() + visible);
+    if (visible < cursor.taken) break;
+  }
+  return ids;
+}
+
+void RadixTree::Touch(IdSpan ids, uint64_t tick) {
+  CheckIds(ids);
+  for (uint32_t id : ids) blocks_[id].tick = std::max(blocks_[id].tick, tick);
+}
+
+Ids RadixTree::Slots(IdSpan ids, int64_t tier) const {
+  const int index = CheckTier(tier);
+  CheckIds(ids);
+  Ids slots(ids.size);
+  for (size_t i = 0; i < ids.size; ++i) slots[i] = blocks_[ids[i]].slot[index];
+  return slots;
+}
+
+void RadixTree::Lease(IdSpan ids) {
+  CheckIds(ids);
+  for (uint32_t id : ids) ++blocks_[id].holds;
+}
+
+Removed RadixTree::Release(IdSpan ids) {
+  CheckIds(ids);
+  for (size_t i = 0; i < ids.size; ++i) {
+    if (blocks_[ids[i]].holds == 0) {
+      while (i-- > 0) ++blocks_[ids[i]].holds;
+      throw std::invalid_argument("a block to release is not leased that often");
+    }
+    --blocks_[ids[i]].holds;
+  }
+  Removed removed;
+  uint32_t refreshed = kNone;
+  for (uint32_t id : ids) {
+    const Block* block = FindUsed(id);
+    if (block == nullptr || block->holds > 0) continue;
+    if (block->state == BlockState::kDetached) {
+      if (!block->in_use()) FreeDetached(id, &removed);
+    } else if (block->staged()) {
+      Cut(id, &removed);  // never committed, and nobody is left who might
+      refreshed = kNone;
+    } else if (block->node != refreshed) {
+      refreshed = block->node;
+      Refresh(refreshed);
+    }
+  }
+  return removed;
+}
+
+Staged RadixTree::Stage(const Key128& root, TokenSpan tokens, int64_t from_block, uint64_t tick) {
+  if (from_block < 0) throw std::invalid_argument("from_block is negative");
+  Staged staged;
+  Cursor cursor = StartAt(FindRoot(root), tokens);
+  while (Descend(&cursor)) {
+    const Ids& ids = nodes_[cursor.node].ids;
+    staged.ids.insert(staged.ids.end(), ids.begin(), ids.begin() + cursor.taken);
+  }
+  staged.existing_blocks = cursor.depth;
+  if (cursor.depth < from_block) {
+    staged.ids.clear();
+    return staged;
+  }
+  for (uint32_t id : staged.ids) {
+    Block& block = blocks_[id];
+    ++block.holds;
+    block.tick = std::max(block.tick, tick);  // or the new blocks would be hotter than their ancestors
+  }
+  if (cursor.depth < cursor.block_count) {
+    if (cursor.node == kNone) cursor.node = NewRoot(root);
+    Insert(cursor, tick, &staged.ids);
+  }
+  return staged;
+}
+
+std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
+  const int index = CheckTier(tier);
+  CheckIds(ids);
+  if (ids.size != slots.size) throw std::invalid_argument("ids and slots differ in length");
+  if (std::find(slots.begin(), slots.end(), kNoSlot) != slots.end()) {
+    throw std::invalid_argument("a slot to place is NO_SLOT");
+  }
+  std::vector<uint8_t> placed(ids.size);
+  for (size_t i = 0; i < ids.size; ++i) {
+    Block& block = blocks_[ids[i]];
+    if (block.state != BlockState::kAttached || block.slot[index] != kNoSlot) continue;
+    if (block.staged()) --nodes_[block.node].staged;
+    block.slot[index] = slots[i];
+    ++tier_blocks_[index];
+    BecomeResident(ids[i], index);
+    placed[i] = 1;
+  }
+  return placed;
+}
+
+std::optional<uint64_t> RadixTree::ColdestTick(int64_t tier) {
+  const uint32_t id = ColdestVictim(CheckTier(tier));
+  return id == kNone ? std::nullopt : std::optional<uint64_t>(blocks_[id].tick);
+}
+
+Ids RadixTree::TakeVictims(int64_t tier, int64_t limit) {
+  const int index = CheckTier(tier);
+  const size_t limit_blocks = CheckLimit(limit);
+  Ids victims;
+  while (victims.size() < limit_blocks) {
+    const uint32_t id = ColdestVictim(index);
+    if (id == kNone) break;
+    Block& block = blocks_[id];
+    block.leaving |= static_cast<uint8_t>(1u << index);
+    AddResident(block.node, index, -1);
+    RefreshTier(block.node, index);
+    victims.push_back(id);
+  }
+  return victims;
+}
+
+Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
+  const int index = CheckTier(tier);
+  CheckIds(ids);
+  Removed removed;
+  for (uint32_t id : ids) {
+    const Block* block = FindUsed(id);
+    if (block == nullptr) continue;  // went with the subtree of an earlier one
+    if (block->leaves(index)) {
+      FinishVictim(id, index, &removed);
+    } else {
+      ++removed.kept;
+    }
+  }
+  return removed;
+}
+
+Removed RadixTree::Drop(IdSpan ids) {
+  CheckIds(ids);
+  Removed removed;
+  for (uint32_t id : ids) {
+    const Block* block = FindUsed(id);
+    if (block != nullptr && block->state == BlockState::kAttached) Cut(id, &removed);
+  }
+  return removed;
+}
+
+Removed RadixTree::DropUnheld(const Key128& root, TokenSpan tokens, int64_t from_block) {
+  if (from_block < 0) throw std::invalid_argument("from_block is negative");
+  Removed removed;
+  Cursor cursor = StartAt(FindRoot(root), tokens);
+  while (cursor.depth <= from_block && Descend(&cursor)) continue;
+  if (cursor.depth <= from_block) return removed;
+  // Holds never grow from the root down, so in each node the unheld blocks are a tail with an unheld subtree.
+  Ids cuts;
+  Ids stack;
+  const auto visit = [&](const Node& node, uint32_t from) {
+    const auto held = [this](uint32_t id) { return blocks_[id].holds > 0; };
+    const auto first_unheld = std::partition_point(node.ids.begin() + from, node.ids.end(), held);
+    if (first_unheld != node.ids.end()) {
+      cuts.push_back(*first_unheld);
+    } else {
+      PushChildren(node, &stack);
+    }
+  };
+  visit(nodes_[cursor.node], static_cast<uint32_t>(from_block) - nodes_[cursor.node].depth);
+  while (!stack.empty()) {
+    const uint32_t node_id = stack.back();
+    stack.pop_back();
+    visit(nodes_[node_id], 0);
+  }
+  for (uint32_t id : cuts) Cut(id, &removed);
+  return removed;
+}
+
+Removed RadixTree::Clear() {
+  Removed removed;
+  for (const auto& [key, root_node] : roots_) {
+    RemoveChildren(root_node, &removed);
+    FreeNode(root_node);
+  }
+  roots_.clear();
+  return removed;
+}
+
+Ids RadixTree::IdsInSlots(int64_t tier, int64_t first_slot, int64_t slot_count) const {
+  const int index = CheckTier(tier);
+  if (first_slot < 0 || slot_count < 0) throw std::invalid_argument("a range of slots is negative");
+  Ids ids;
+  blocks_.ForEach([&](uint32_t id, const Block& block) {
+    if (block.state != BlockState::kAttached || block.slot[index] == kNoSlot) return;
+    const int64_t offset = static_cast<int64_t>(block.slot[index]) - first_slot;
+    if (offset >= 0 && offset < slot_count) ids.push_back(id);
+  });
+  std::sort(ids.begin(), ids.end(),
+            [&](uint32_t left, uint32_t right) { return blocks_[left].slot[index] < blocks_[right].slot[index]; });
+  return ids;
+}
+
+Ids RadixTree::MissingIn(int64_t tier, int64_t source_tier, int64_t limit) const {
+  const int absent = CheckTier(tier);
+  const int present = CheckTier(source_tier);
+  const size_t limit_blocks = CheckLimit(limit);
+  Ids ids;
+  Ids stack;
+  for (const auto& [key, root_node] : roots_) stack.push_back(root_node);
+  while (!stack.empty() && ids.size() < limit_blocks) {
+    const Node& node = nodes_[stack.back()];
+    stack.pop_back();
+    for (uint32_t id : node.ids) {
+      const Block& block = blocks_[id];
+      if (block.slot[absent] == kNoSlot && block.slot[present] != kNoSlot && ids.size() < limit_blocks) {
+        ids.push_back(id);
+      }
+    }
+    PushChildren(node, &stack);
+  }
+  return ids;
+}
+
+std::vector<Key128> RadixTree::Keys(IdSpan ids, const uint8_t ns_key[16]) {
+  CheckAttached(ids);
+  // In the order of the edges each key is made once, whatever the order asked for.
+  std::vector<std::pair<uint64_t, size_t>> order(ids.size);
+  for (size_t i = 0; i < ids.size; ++i) {
+    const Block& block = blocks_[ids[i]];
+    order[i] = {static_cast<uint64_t>(block.node) << 32 | block.depth, i};
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<Key128> keys(2 * ids.size);
+  uint32_t node_id = kNone;
+  uint32_t at = 0;
+  Key128 key{};
+  for (const auto& [place, row] : order) {
+    const Block& block = blocks_[ids[row]];
+    if (block.node != node_id) {
+      node_id = block.node;
+      at = 0;
+      key = ParentKeyOf(node_id, ns_key);
+    }
+    const Node& node = nodes_[node_id];
+    const uint32_t index = block.depth - node.depth;
+    key = ChainThrough(node, at, index, key, ns_key);
+    keys[2 * row] = key;
+    keys[2 * row + 1] = ChainThrough(node, index, index + 1, key, ns_key);
+    at = index;
+  }
+  return keys;
+}
+
+Ids RadixTree::Tokens(IdSpan ids) const {
+  CheckAttached(ids);
+  Ids tokens(ids.size * block_tokens_);
+  for (size_t i = 0; i < ids.size; ++i) {
+    const Block& block = blocks_[ids[i]];
+    const Node& node = nodes_[block.node];
+    const uint32_t* from = node.tokens.data() + static_cast<size_t>(block.depth - node.depth) * block_tokens_;
+    std::copy_n(from, block_tokens_, tokens.data() + i * block_tokens_);
+  }
+  return tokens;
+}
+
+Key128 RadixTree::RootOf(uint32_t id) const {
+  CheckAttached(IdSpan{&id, 1});
+  uint32_t node_id = blocks_[id].node;
+  while (nodes_[node_id].parent != kNone) node_id = nodes_[node_id].parent;
+  return nodes_[node_id].parent_key;
+}
+
+// ---- arguments ----
+
+int RadixTree::CheckTier(int64_t tier) {
+  if (tier < 0 || tier >= kTierCount) throw std::invalid_argument("tier " + std::to_string(tier) + " is out of range");
+  return static_cast<int>(tier);
+}
+
+size_t RadixTree::CheckLimit(int64_t limit) {
+  if (limit < 0) throw std::invalid_argument("limit is negative");
+  return static_cast<size_t>(limit);
+}
+
+const Block* RadixTree::FindUsed(uint32_t id) const {
+  const Block* block = blocks_.Find(id);
+  return block == nullptr || block->state == BlockState::kFree ? nullptr : block;
+}
+
+void RadixTree::CheckIds(IdSpan ids) const {
+  for (uint32_t id : ids) {
+    if (FindUsed(id) == nullptr) {
+      throw std::invalid_argument("block id " + std::to_string(id) + " is unknown or was freed");
+    }
+  }
+}
+
+void RadixTree::CheckAttached(IdSpan ids) const {
+  CheckIds(ids);
+  for (uint32_t id : ids) {
+    if (blocks_[id].state != BlockState::kAttached) {
+      throw std::invalid_argument("block id " + std::to_string(id) + " was dropped from the tree");
+    }
+  }
+}
+
+// ---- walking ----
+
+RadixTree::Cursor RadixTree::StartAt(uint32_t root_node, TokenSpan tokens) const {
+  return Cursor{tokens.data, static_cast<uint32_t>(tokens.size / block_tokens_), root_node};
+}
+
+// Steps into the child that continues the prompt. False where there is none, or the present node ends the way.
+bool RadixTree::Descend(Cursor* cursor) const {
+  if (cursor->node == kNone || cursor->depth == cursor->block_count) return false;
+  if (cursor->taken < nodes_[cursor->node].block_count()) return false;
+  const uint32_t* next = cursor->tokens + static_cast<size_t>(cursor->depth) * block_tokens_;
+  const uint32_t child = FindChild(cursor->node, next);
+  if (child == kNone) return false;
+  cursor->node = child;
+  cursor->taken = EqualBlocks(nodes_[child], next, cursor->block_count - cursor->depth);
+  cursor->depth += cursor->taken;
+  return true;
+}
+
+uint32_t RadixTree::FindRoot(const Key128& root) const {
+  const auto found = roots_.find(root);
+  return found == roots_.end() ? kNone : found->second;
+}
+
+uint32_t RadixTree::FindChild(uint32_t parent, const uint32_t* first_block) const {
+  return children_.Find(Tag(parent, first_block), [&](uint32_t child) {
+    const Node& node = nodes_[child];
+    return node.parent == parent &&
+           std::memcmp(node.tokens.data(), first_block, block_tokens_ * sizeof(uint32_t)) == 0;
+  });
+}
+
+// Leading blocks of `node` that are equal to the prompt at `tokens`, of which `limit` blocks are left.
+uint32_t RadixTree::EqualBlocks(const Node& node, const uint32_t* tokens, uint32_t limit) const {
+  const size_t block_bytes = block_tokens_ * sizeof(uint32_t);
+  limit = std::min(limit, node.block_count());
+  uint32_t stride = static_cast<uint32_t>(std::max<size_t>(1, kCompareBytes / block_bytes));
+  uint32_t equal = 0;
+  while (equal < limit) {
+    const uint32_t step = std::min(stride, limit - equal);
+    const size_t offset = static_cast<size_t>(equal) * block_tokens_;
+    if (std::memcmp(node.tokens.data() + offset, tokens + offset, step * block_bytes) == 0) {
+      equal += step;
+    } else if (step == 1) {
+      break;
+    } else {
+      stride = step / 2;  // the difference lies in this step: close in on it
+    }
+  }
+  return equal;
+}
+
+uint32_t RadixTree::LeadingCommitted(const Node& node, uint32_t limit) const {
+  uint32_t count = 0;
+  while (count < limit && !blocks_[node.ids[count]].staged()) ++count;
+  return count;
+}
+
+uint32_t RadixTree::Tag(uint32_t parent, const uint32_t* first_block) const {
+  uint64_t hash = Mix(hash_seed_ ^ parent, kMixFactor);
+  uint32_t at = 0;
+  for (; at + 2 <= block_tokens_; at += 2) {
+    uint64_t word;
+    std::memcpy(&word, first_block + at, sizeof(word));
+    hash = Mix(hash ^ word ^ hash_seed_, kMixFactor);
+  }
+  if (at < block_tokens_) hash = Mix(hash ^ first_block[at] ^ hash_seed_, kMixFactor);
+  return static_cast<uint32_t>(hash >> 32 ^ hash) & tag_mask_;
+}
+
+void RadixTree::PushChildren(const Node& node, Ids* stack) const {
+  for (uint32_t child = node.first_child; child != kNone; child = nodes_[child].next_sibling) stack->push_back(child);
+}
+
+// ---- keys ----
+
+// The key before the first block of the node, made from the nearest ancestor whose own is known, and kept.
+Key128 RadixTree::ParentKeyOf(uint32_t node_id, const uint8_t ns_key[16]) {
+  Ids unknown;
+  for (uint32_t at = node_id; !nodes_[at].has_parent_key; at = nodes_[at].parent) unknown.push_back(at);
+  for (auto at = unknown.rbegin(); at != unknown.rend(); ++at) {
+    Node& node = nodes_[*at];
+    const Node& parent = nodes_[node.parent];
+    node.parent_key = ChainThrough(parent, 0, parent.block_count(), parent.parent_key, ns_key);
+    node.has_parent_key = true;
+  }
+  return nodes_[node_id].parent_key;
+}
+
+Key128 RadixTree::ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key,
+                               const uint8_t ns_key[16]) const {
+  for (uint32_t at = from; at < to; ++at) {
+    key = BlockKey(ns_key, key, node.tokens.data() + static_cast<size_t>(at) * block_tokens_, block_tokens_);
+  }
+  return key;
+}
+
+}  // namespace kvstore

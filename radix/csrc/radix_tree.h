@@ -1,0 +1,174 @@
+// A compressed radix tree over token ids: which blocks exist for a prefix, where each one lies, who may go first.
+// One tree serves one namespace. It knows no Python and no threads: callers serialise all calls with one lock.
+// Every call checks its arguments first and throws std::invalid_argument before anything changes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "child_table.h"
+#include "node.h"
+#include "pool.h"
+#include "siphash.h"
+#include "victim_heap.h"
+
+namespace kvstore {
+
+using Ids = std::vector<uint32_t>;
+
+// A borrowed run of values.
+template <typename T>
+struct Span {
+  const T* data;
+  size_t size;
+
+  const T* begin() const { return data; }
+  const T* end() const { return data + size; }
+  const T& operator[](size_t index) const { return data[index]; }
+};
+using IdSpan = Span<uint32_t>;
+using TokenSpan = Span<uint32_t>;
+
+// What a call took out of the tree: slots to free, by tier; blocks that left it for good; blocks it was asked to
+// remove but kept.
+struct Removed {
+  uint32_t blocks = 0;
+  uint32_t kept = 0;
+  Ids slots[kTierCount];
+};
+
+struct Staged {
+  uint32_t existing_blocks = 0;
+  Ids ids;
+};
+
+class RadixTree {
+ public:
+  // `hash_bits` below 32 makes hash collisions likelier, for tests; they cost time and decide nothing.
+  RadixTree(uint32_t block_tokens, uint64_t hash_seed, uint32_t hash_bits);
+  RadixTree(const RadixTree&) = delete;
+  RadixTree& operator=(const RadixTree&) = delete;
+
+  uint32_t block_tokens() const { return block_tokens_; }
+  uint32_t block_count() const { return blocks_.used() - detached_count_; }
+  uint32_t node_count() const { return nodes_.used() - root_count(); }
+  uint32_t root_count() const { return static_cast<uint32_t>(roots_.size()); }
+  size_t memory_bytes() const;
+  uint32_t tier_blocks(int64_t tier) const { return tier_blocks_[CheckTier(tier)]; }
+
+  Ids Match(const Key128& root, TokenSpan tokens) const;
+  void Touch(IdSpan ids, uint64_t tick);
+  Ids Slots(IdSpan ids, int64_t tier) const;
+  void Lease(IdSpan ids);
+  Removed Release(IdSpan ids);
+
+  Staged Stage(const Key128& root, TokenSpan tokens, int64_t from_block, uint64_t tick);
+  std::vector<uint8_t> Place(IdSpan ids, int64_t tier, IdSpan slots);
+
+  std::optional<uint64_t> ColdestTick(int64_t tier);
+  Ids TakeVictims(int64_t tier, int64_t limit);
+  Removed Evict(IdSpan ids, int64_t tier);
+
+  Removed Drop(IdSpan ids);
+  Removed DropUnheld(const Key128& root, TokenSpan tokens, int64_t from_block);
+  Removed Clear();
+
+  Ids IdsInSlots(int64_t tier, int64_t first_slot, int64_t slot_count) const;
+  Ids MissingIn(int64_t tier, int64_t source_tier, int64_t limit) const;
+  std::vector<Key128> Keys(IdSpan ids, const uint8_t ns_key[16]);  // (parent key, own key) of each id
+  Ids Tokens(IdSpan ids) const;
+  Key128 RootOf(uint32_t id) const;
+
+  // A text for each broken invariant; empty when all hold. O(blocks).
+  std::vector<std::string> CheckIntegrity() const;
+
+ private:
+  struct KeyHash {
+    uint64_t seed;
+    size_t operator()(const Key128& key) const;
+  };
+  struct KeyEqual {
+    bool operator()(const Key128& left, const Key128& right) const;
+  };
+
+  // A place in the tree on the way down a prompt: `taken` blocks of `node` are equal to the prompt, `depth` in all.
+  struct Cursor {
+    const uint32_t* tokens;
+    uint32_t block_count;
+    uint32_t node;
+    uint32_t taken = 0;
+    uint32_t depth = 0;
+  };
+
+  // Arguments.
+  static int CheckTier(int64_t tier);
+  static size_t CheckLimit(int64_t limit);
+  const Block* FindUsed(uint32_t id) const;
+  void CheckIds(IdSpan ids) const;
+  void CheckAttached(IdSpan ids) const;
+
+  // Walking.
+  Cursor StartAt(uint32_t root_node, TokenSpan tokens) const;
+  bool Descend(Cursor* cursor) const;
+  uint32_t FindRoot(const Key128& root) const;
+  uint32_t FindChild(uint32_t parent, const uint32_t* first_block) const;
+  uint32_t EqualBlocks(const Node& node, const uint32_t* tokens, uint32_t limit) const;
+  uint32_t LeadingCommitted(const Node& node, uint32_t limit) const;
+  uint32_t Tag(uint32_t parent, const uint32_t* first_block) const;
+  void PushChildren(const Node& node, Ids* stack) const;
+
+  // Shape.
+  uint32_t NewRoot(const Key128& root);
+  void Insert(const Cursor& cursor, uint64_t tick, Ids* ids);
+  uint32_t NewChild(uint32_t parent_id, const uint32_t* first_block, uint32_t depth);
+  void Append(uint32_t node_id, const uint32_t* tokens, uint32_t count, uint64_t tick);
+  uint32_t Split(uint32_t node_id, uint32_t at);
+  void MergeWithOnlyChild(uint32_t node_id);
+  void LinkChild(uint32_t parent_id, uint32_t child_id, const uint32_t* first_block);
+  void UnlinkChild(uint32_t child_id);
+  void ReplaceChild(uint32_t old_child, uint32_t new_child);
+  void FreeNode(uint32_t node_id);
+  void AccountEdge(const Node& node, int sign);
+
+  // Leaving the tree.
+  void Cut(uint32_t block_id, Removed* removed);
+  void RemoveChildren(uint32_t node_id, Removed* removed);
+  void Truncate(uint32_t node_id, uint32_t count, Removed* removed);
+  void Mend(uint32_t node_id);
+  void Retire(uint32_t id, Removed* removed);
+  void FreeDetached(uint32_t id, Removed* removed);
+
+  // Leaving a tier.
+  void FinishVictim(uint32_t id, int tier, Removed* removed);
+  void BecomeResident(uint32_t id, int tier);
+  void AddResident(uint32_t node_id, int tier, int delta);
+  void Propagate(uint32_t node_id, int tier, bool was_occupied);
+  uint32_t LastResident(Node* node, int tier);
+  void Refresh(uint32_t node_id);
+  void RefreshTier(uint32_t node_id, int tier);
+  uint32_t ColdestVictim(int tier);
+
+  // Keys.
+  Key128 ParentKeyOf(uint32_t node_id, const uint8_t ns_key[16]);
+  Key128 ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key, const uint8_t ns_key[16]) const;
+
+  class Audit;  // in audit.cpp
+
+  const uint32_t block_tokens_;
+  const uint64_t hash_seed_;
+  const uint32_t tag_mask_;
+  BlockPool blocks_;
+  NodePool nodes_;
+  ChildTable children_;
+  std::unordered_map<Key128, uint32_t, KeyHash, KeyEqual> roots_;
+  VictimHeap heaps_[kTierCount];
+  uint32_t tier_blocks_[kTierCount] = {0, 0};  // attached blocks with a slot in the tier
+  uint32_t detached_count_ = 0;
+  size_t edge_bytes_ = 0;
+};
+
+}  // namespace kvstore

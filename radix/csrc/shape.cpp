@@ -1,0 +1,380 @@
+// How the tree changes: inserting, splitting, merging, cutting, and who may leave a tier next.
+#include <algorithm>
+#include <utility>
+
+#include "radix_tree.h"
+
+namespace kvstore {
+
+namespace {
+
+// Edges that grow or shrink step by step keep at most an eighth of slack; new ones have none.
+void ReserveFor(Ids* values, size_t added) {
+  const size_t size = values->size();
+  if (values->capacity() < size + added) values->reserve(size + std::max(added, size / 8));
+}
+
+void ShrinkTo(Ids* values, size_t size) {
+  values->resize(size);
+  if (values->capacity() > size + size / 8 + 64) values->shrink_to_fit();
+}
+
+void Prepend(const Ids& front, Ids* values) {
+  Ids joined;
+  joined.reserve(front.size() + values->size());
+  joined.insert(joined.end(), front.begin(), front.end());
+  joined.insert(joined.end(), values->begin(), values->end());
+  values->swap(joined);
+}
+
+}  // namespace
+
+// ---- growing ----
+
+uint32_t RadixTree::NewRoot(const Key128& root) {
+  const uint32_t node_id = nodes_.Allocate();
+  nodes_[node_id].parent_key = root;
+  nodes_[node_id].has_parent_key = true;
+  roots_.emplace(root, node_id);
+  return node_id;
+}
+
+// Adds the rest of the prompt behind the cursor as staged blocks with one hold each.
+// REQUIRES: some of the prompt is left, and no child of the node continues it.
+void RadixTree::Insert(const Cursor& cursor, uint64_t tick, Ids* ids) {
+  const uint32_t count = cursor.block_count - cursor.depth;
+  const uint32_t* tokens = cursor.tokens + static_cast<size_t>(cursor.depth) * block_tokens_;
+  uint32_t node_id = cursor.node;
+  if (cursor.taken < nodes_[node_id].block_count()) node_id = Split(node_id, cursor.taken);
+  const bool is_leaf = nodes_[node_id].parent != kNone && nodes_[node_id].child_count == 0;
+  if (!is_leaf) node_id = NewChild(node_id, tokens, cursor.depth);
+  Append(node_id, tokens, count, tick);
+  const Ids& edge = nodes_[node_id].ids;
+  ids->insert(ids->end(), edge.end() - count, edge.end());
+}
+
+// A child that holds no id yet, found by the block at `first_block`.
+uint32_t RadixTree::NewChild(uint32_t parent, const uint32_t* first_block, uint32_t depth) {
+  const uint32_t node_id = nodes_.Allocate();
+  nodes_[node_id].depth = depth;
+  LinkChild(parent, node_id, first_block);
+  return node_id;
+}
+
+void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count, uint64_t tick) {
+  Node& node = nodes_[node_id];
+  AccountEdge(node, -1);
+  ReserveFor(&node.tokens, static_cast<size_t>(count) * block_tokens_);
+  ReserveFor(&node.ids, count);
+  node.tokens.insert(node.tokens.end(), tokens, tokens + static_cast<size_t>(count) * block_tokens_);
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t id = blocks_.Allocate();
+    Block& block = blocks_[id];
+    block.tick = tick;
+    block.node = node_id;
+    block.depth = node.end();
+    block.holds = 1;
+    block.state = BlockState::kAttached;
+    node.ids.push_back(id);
+  }
+  node.staged += count;
+  AccountEdge(node, 1);
+}
+
+// ---- splitting and merging ----
+
+// Makes the first `at` blocks of the node a parent of the rest, and returns that parent. The rest keeps the node, so
+// that its children need not be found anew. O(blocks of the node).
+uint32_t RadixTree::Split(uint32_t node_id, uint32_t at) {
+  const uint32_t head_id = nodes_.Allocate();
+  Node& head = nodes_[head_id];
+  Node& tail = nodes_[node_id];
+  AccountEdge(tail, -1);
+  ReplaceChild(node_id, head_id);
+  const size_t head_tokens = static_cast<size_t>(at) * block_tokens_;
+  head.tokens.assign(tail.tokens.begin(), tail.tokens.begin() + head_tokens);
+  head.ids.assign(tail.ids.begin(), tail.ids.begin() + at);
+  tail.tokens = Ids(tail.tokens.begin() + head_tokens, tail.tokens.end());
+  tail.ids = Ids(tail.ids.begin() + at, tail.ids.end());
+  head.depth = tail.depth;
+  tail.depth += at;
+  head.parent_key = tail.parent_key;
+  head.has_parent_key = std::exchange(tail.has_parent_key, false);
+  for (uint32_t id : head.ids) {
+    Block& block = blocks_[id];
+    block.node = head_id;
+    head.staged += block.staged();
+    for (int tier = 0; tier < kTierCount; ++tier) head.resident[tier] += block.resident(tier);
+  }
+  tail.staged -= head.staged;
+  for (int tier = 0; tier < kTierCount; ++tier) {
+    tail.resident[tier] -= head.resident[tier];
+    head.below[tier] = tail.occupied(tier);
+    head.resident_end[tier] = std::min(tail.resident_end[tier], head.end());
+  }
+  LinkChild(head_id, node_id, tail.tokens.data());
+  AccountEdge(head, 1);
+  AccountEdge(tail, 1);
+  Refresh(head_id);
+  Refresh(node_id);
+  return head_id;
+}
+
+// The inverse of Split. REQUIRES: the node is no root and has one child.
+void RadixTree::MergeWithOnlyChild(uint32_t node_id) {
+  const uint32_t child_id = nodes_[node_id].first_child;
+  Node& head = nodes_[node_id];
+  Node& tail = nodes_[child_id];
+  UnlinkChild(child_id);
+  ReplaceChild(node_id, child_id);
+  AccountEdge(tail, -1);
+  Prepend(head.tokens, &tail.tokens);
+  Prepend(head.ids, &tail.ids);
+  AccountEdge(tail, 1);
+  tail.depth = head.depth;
+  tail.parent_key = head.parent_key;
+  tail.has_parent_key = head.has_parent_key;
+  tail.staged += head.staged;
+  for (uint32_t id : head.ids) blocks_[id].node = child_id;
+  for (int tier = 0; tier < kTierCount; ++tier) {
+    if (tail.resident[tier] == 0) tail.resident_end[tier] = head.resident_end[tier];
+    tail.resident[tier] += head.resident[tier];
+  }
+  FreeNode(node_id);
+  Refresh(child_id);
+}
+
+void RadixTree::LinkChild(uint32_t parent_id, uint32_t child_id, const uint32_t* first_block) {
+  Node& parent = nodes_[parent_id];
+  Node& child = nodes_[child_id];
+  child.parent = parent_id;
+  child.previous_sibling = kNone;
+  child.next_sibling = parent.first_child;
+  if (parent.first_child != kNone) nodes_[parent.first_child].previous_sibling = child_id;
+  parent.first_child = child_id;
+  ++parent.child_count;
+  children_.Insert(Tag(parent_id, first_block), child_id);
+}
+
+// Takes the child out of its parent's list and out of the table; `child.parent` stays.
+void RadixTree::UnlinkChild(uint32_t child_id) {
+  const Node& child = nodes_[child_id];
+  Node& parent = nodes_[child.parent];
+  children_.Erase(Tag(child.parent, child.tokens.data()), child_id);
+  if (child.previous_sibling == kNone) {
+    parent.first_child = child.next_sibling;
+  } else {
+    nodes_[child.previous_sibling].next_sibling = child.next_sibling;
+  }
+  if (child.next_sibling != kNone) nodes_[child.next_sibling].previous_sibling = child.previous_sibling;
+  --parent.child_count;
+}
+
+// Puts `new_child` where `old_child` is: same parent, same place in the list, same first block.
+void RadixTree::ReplaceChild(uint32_t old_child, uint32_t new_child) {
+  const Node& before = nodes_[old_child];
+  const uint32_t tag = Tag(before.parent, before.tokens.data());
+  children_.Erase(tag, old_child);
+  children_.Insert(tag, new_child);
+  Node& after = nodes_[new_child];
+  after.parent = before.parent;
+  after.previous_sibling = before.previous_sibling;
+  after.next_sibling = before.next_sibling;
+  if (after.next_sibling != kNone) nodes_[after.next_sibling].previous_sibling = new_child;
+  if (after.previous_sibling == kNone) {
+    nodes_[after.parent].first_child = new_child;
+  } else {
+    nodes_[after.previous_sibling].next_sibling = new_child;
+  }
+}
+
+// REQUIRES: the node is not linked any more.
+void RadixTree::FreeNode(uint32_t node_id) {
+  for (VictimHeap& heap : heaps_) heap.Remove(node_id);
+  AccountEdge(nodes_[node_id], -1);
+  nodes_.Free(node_id);
+}
+
+void RadixTree::AccountEdge(const Node& node, int sign) {
+  const size_t bytes = (node.tokens.capacity() + node.ids.capacity()) * sizeof(uint32_t);
+  edge_bytes_ += sign > 0 ? bytes : 0 - bytes;
+}
+
+// ---- leaving the tree ----
+
+// Removes an attached block and its subtree, then mends the shape above.
+void RadixTree::Cut(uint32_t block_id, Removed* removed) {
+  const uint32_t node_id = blocks_[block_id].node;
+  Node& node = nodes_[node_id];
+  const uint32_t kept_count = blocks_[block_id].depth - node.depth;
+  const bool was_occupied[kTierCount] = {node.occupied(0), node.occupied(1)};
+  RemoveChildren(node_id, removed);
+  if (kept_count == 0) UnlinkChild(node_id);
+  Truncate(node_id, kept_count, removed);
+  for (int tier = 0; tier < kTierCount; ++tier) Propagate(node_id, tier, was_occupied[tier]);
+  if (kept_count > 0) {
+    Refresh(node_id);
+  } else {
+    const uint32_t parent = node.parent;
+    FreeNode(node_id);
+    Mend(parent);
+  }
+}
+
+// Removes all that lies below the node; what the node's ancestors count is left to the caller.
+void RadixTree::RemoveChildren(uint32_t node_id, Removed* removed) {
+  Node& top = nodes_[node_id];
+  Ids stack;
+  PushChildren(top, &stack);
+  top.first_child = kNone;
+  top.child_count = 0;
+  for (uint32_t& count : top.below) count = 0;
+  while (!stack.empty()) {
+    const uint32_t child_id = stack.back();
+    stack.pop_back();
+    const Node& child = nodes_[child_id];
+    PushChildren(child, &stack);
+    children_.Erase(Tag(child.parent, child.tokens.data()), child_id);
+    for (uint32_t id : child.ids) Retire(id, removed);
+    FreeNode(child_id);
+  }
+}
+
+// REQUIRES: the node has no children.
+void RadixTree::Truncate(uint32_t node_id, uint32_t count, Removed* removed) {
+  Node& node = nodes_[node_id];
+  for (uint32_t at = count; at < node.block_count(); ++at) {
+    const Block& block = blocks_[node.ids[at]];
+    node.staged -= block.staged();
+    for (int tier = 0; tier < kTierCount; ++tier) node.resident[tier] -= block.resident(tier);
+    Retire(node.ids[at], removed);
+  }
+  AccountEdge(node, -1);
+  ShrinkTo(&node.ids, count);
+  ShrinkTo(&node.tokens, static_cast<size_t>(count) * block_tokens_);
+  AccountEdge(node, 1);
+  for (uint32_t& end : node.resident_end) end = std::min(end, node.end());
+}
+
+// A node that lost a child: an empty root vanishes, a single child merges with its parent.
+void RadixTree::Mend(uint32_t node_id) {
+  const Node& node = nodes_[node_id];
+  if (node.parent != kNone) {
+    if (node.child_count == 1) MergeWithOnlyChild(node_id);
+  } else if (node.child_count == 0) {
+    roots_.erase(node.parent_key);
+    FreeNode(node_id);
+  }
+}
+
+// Takes the block out of the counts of the tree. In use, it stays as a detached record until its last user lets go.
+void RadixTree::Retire(uint32_t id, Removed* removed) {
+  Block& block = blocks_[id];
+  ++removed->blocks;
+  for (int tier = 0; tier < kTierCount; ++tier) tier_blocks_[tier] -= block.slot[tier] != kNoSlot;
+  block.state = BlockState::kDetached;
+  block.node = kNone;
+  ++detached_count_;
+  if (!block.in_use()) FreeDetached(id, removed);
+}
+
+void RadixTree::FreeDetached(uint32_t id, Removed* removed) {
+  for (int tier = 0; tier < kTierCount; ++tier) {
+    if (blocks_[id].slot[tier] != kNoSlot) removed->slots[tier].push_back(blocks_[id].slot[tier]);
+  }
+  blocks_.Free(id);
+  --detached_count_;
+}
+
+// ---- leaving a tier ----
+
+// Ends the eviction of a block that was taken as a victim of `tier`.
+void RadixTree::FinishVictim(uint32_t id, int tier, Removed* removed) {
+  Block& block = blocks_[id];
+  block.leaving &= static_cast<uint8_t>(~(1u << tier));
+  if (block.holds > 0) {
+    ++removed->kept;
+    if (block.state == BlockState::kAttached) BecomeResident(id, tier);
+  } else if (block.state == BlockState::kDetached) {
+    if (!block.in_use()) FreeDetached(id, removed);
+  } else if (block.slot[1 - tier] != kNoSlot) {
+    removed->slots[tier].push_back(std::exchange(block.slot[tier], kNoSlot));
+    --tier_blocks_[tier];
+  } else {
+    Cut(id, removed);
+  }
+}
+
+// Counts an attached block that came into `tier`, or stays in it after all.
+void RadixTree::BecomeResident(uint32_t id, int tier) {
+  const Block& block = blocks_[id];
+  Node& node = nodes_[block.node];
+  node.resident_end[tier] = std::max(node.resident_end[tier], block.depth + 1);
+  AddResident(block.node, tier, 1);
+  RefreshTier(block.node, tier);
+}
+
+void RadixTree::AddResident(uint32_t node_id, int tier, int delta) {
+  Node& node = nodes_[node_id];
+  const bool was_occupied = node.occupied(tier);
+  node.resident[tier] += delta;
+  Propagate(node_id, tier, was_occupied);
+}
+
+// Tells the ancestors whether there is still something of the tier in the subtree of the node; stops where nothing
+// changes.
+void RadixTree::Propagate(uint32_t node_id, int tier, bool was_occupied) {
+  for (uint32_t parent_id = nodes_[node_id].parent; parent_id != kNone; parent_id = nodes_[node_id].parent) {
+    const bool is_occupied = nodes_[node_id].occupied(tier);
+    if (is_occupied == was_occupied) return;
+    Node& parent = nodes_[parent_id];
+    was_occupied = parent.occupied(tier);
+    parent.below[tier] += is_occupied ? 1 : -1;
+    RefreshTier(parent_id, tier);
+    node_id = parent_id;
+  }
+}
+
+// The deepest block of the node that is resident in the tier. REQUIRES: there is one.
+uint32_t RadixTree::LastResident(Node* node, int tier) {
+  uint32_t end = node->resident_end[tier];
+  while (!blocks_[node->ids[end - node->depth - 1]].resident(tier)) --end;
+  node->resident_end[tier] = end;
+  return node->ids[end - node->depth - 1];
+}
+
+void RadixTree::Refresh(uint32_t node_id) {
+  for (int tier = 0; tier < kTierCount; ++tier) RefreshTier(node_id, tier);
+}
+
+// Brings the node's entry among the victims of the tier up to date.
+void RadixTree::RefreshTier(uint32_t node_id, int tier) {
+  Node& node = nodes_[node_id];
+  if (node.resident[tier] == 0 || node.below[tier] > 0) {
+    heaps_[tier].Remove(node_id);
+    return;
+  }
+  const Block& last = blocks_[LastResident(&node, tier)];
+  if (last.holds > 0) {
+    heaps_[tier].Remove(node_id);
+  } else {
+    heaps_[tier].Set(node_id, VictimRank{last.tick, last.slot[tier]});
+  }
+}
+
+// The block that leaves the tier first, or kNone. Touching and leasing do not move entries, so a rank may be too low,
+// never too high: an entry is brought up to date when it comes to the top.
+uint32_t RadixTree::ColdestVictim(int tier) {
+  VictimHeap& heap = heaps_[tier];
+  while (!heap.empty()) {
+    const uint32_t node_id = heap.top_node();
+    const uint32_t id = LastResident(&nodes_[node_id], tier);
+    const Block& block = blocks_[id];
+    const VictimRank rank{block.tick, block.slot[tier]};
+    if (block.holds == 0 && !(heap.top_rank() < rank)) return id;
+    RefreshTier(node_id, tier);
+  }
+  return kNone;
+}
+
+}  // namespace kvstore

@@ -1,0 +1,198 @@
+"""The typed face of the native radix tree: which blocks exist for a prefix, in which tier, and who goes first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.radix._core import _native
+from kvstore.types import Tier
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvstore.types import BlockIds, Slots, TokenArray
+
+NO_SLOT = _native.NO_SLOT
+TIERS = (Tier.HOST, Tier.DISK)
+_TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
+
+
+class Removed:
+    """What a call took out of the tree. The caller owns the slots from now on and gives them back to their tier."""
+
+    __slots__ = ("_native",)
+
+    def __init__(self, native: _native.Removed) -> None:
+        self._native = native
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that left the tree for good, staged ones and those that a lease still keeps readable included."""
+        return self._native.blocks
+
+    @property
+    def kept(self) -> int:
+        """Blocks that `evict` was asked for and left where they are."""
+        return self._native.kept
+
+    def slots(self, tier: Tier) -> Slots:
+        """Slots of `tier` that no block refers to any more."""
+        return self._native.slots(_index_of(tier))
+
+
+class RadixTree:
+    """A compressed radix tree over the token ids of one namespace, with a root for each 16-byte root key.
+
+    Blocks are named by uint32 ids, which stay the same until the block is freed and are reused afterwards. All token
+    and id arguments are contiguous uint32 arrays; results are fresh arrays. A block is *staged* while it has no slot
+    in any tier, and invisible to `match`. It is in use while it is leased, or taken as a victim and not yet evicted;
+    removed while in use, it becomes *detached*: unreachable, with its slots untouched until its last user lets go.
+
+    Callers lease, release and touch prefixes only, so holds and ticks never grow from the root towards a leaf.
+
+    Not thread-safe: the caller's lock covers every call. Malformed arguments and ids that are unknown or freed raise
+    ValueError before anything changes. The GIL is released for prompts of more than 16,384 tokens.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(self, block_tokens: int, hash_seed: int, hash_bits: int = 32) -> None:
+        """`hash_seed` is 64 random bits of this process; fewer `hash_bits` force hash collisions, for tests."""
+        self._native = _native.RadixTree(block_tokens, hash_seed, hash_bits)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        return self._native.block_tokens
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in the tree, staged ones included, detached ones not."""
+        return self._native.block_count
+
+    @property
+    def node_count(self) -> int:
+        """Runs of blocks without a branch; roots are not counted."""
+        return self._native.node_count
+
+    @property
+    def root_count(self) -> int:
+        """Roots that have at least one block."""
+        return self._native.root_count
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the index itself occupies. O(blocks / 1024)."""
+        return self._native.memory_bytes
+
+    def tier_blocks(self, tier: Tier) -> int:
+        """Blocks in the tree that have a slot in `tier`."""
+        return self._native.tier_blocks(_index_of(tier))
+
+    def match(self, root: bytes, tokens: TokenArray) -> BlockIds:
+        """Ids of the longest prefix of `tokens` whose blocks are all committed. Protects nothing. O(tokens)."""
+        return self._native.match(root, tokens)
+
+    def touch(self, ids: BlockIds, tick: int) -> None:
+        """Raise the tick of each block to at least `tick`."""
+        self._native.touch(ids, tick)
+
+    def slots(self, ids: BlockIds, tier: Tier) -> Slots:
+        """The slot of each block in `tier`, NO_SLOT where it has none. Works for detached blocks too."""
+        return self._native.slots(ids, _index_of(tier))
+
+    def lease(self, ids: BlockIds) -> None:
+        """Add one hold to each block: it is not evicted and keeps its slots until the hold is released."""
+        self._native.lease(ids)
+
+    def release(self, ids: BlockIds) -> Removed:
+        """Take one hold from each block.
+
+        Staged blocks that nobody holds any more vanish with all that lies below them; detached ones give up their
+        slots. Raises ValueError where a block is not held that often.
+        """
+        return Removed(self._native.release(ids))
+
+    def stage(self, root: bytes, tokens: TokenArray, from_block: int, tick: int) -> tuple[int, BlockIds]:
+        """Make room in the tree for the whole blocks of `tokens`: (blocks already there, ids of all of them).
+
+        What is missing is added as staged blocks. Each block of the path is leased once and touched with `tick`; the
+        caller later releases the ids. Where fewer than `from_block` blocks are there, the ids are empty and nothing
+        changes. Staged blocks of others count as there.
+        """
+        return self._native.stage(root, tokens, from_block, tick)
+
+    def place(self, ids: BlockIds, tier: Tier, slots: Slots) -> NDArray[np.bool_]:
+        """Give each block its slot in `tier`; a staged block is committed by it.
+
+        False, with the slot left to the caller, where the block is detached or has a slot in `tier` already.
+        """
+        return self._native.place(ids, _index_of(tier), slots)
+
+    def coldest_tick(self, tier: Tier) -> int | None:
+        """Tick of the block that `take_victims` would return first."""
+        return self._native.coldest_tick(_index_of(tier))
+
+    def take_victims(self, tier: Tier, limit: int) -> BlockIds:
+        """Take up to `limit` blocks that may leave `tier`: the lowest tick first, among equal ones the lowest slot.
+
+        A block may leave when it is unheld and nothing below it is in the tier, victims taken before it not counted.
+        Taken blocks stay readable and in use until `evict` is called for them, which the caller must do.
+        """
+        return self._native.take_victims(_index_of(tier), limit)
+
+    def evict(self, ids: BlockIds, tier: Tier) -> Removed:
+        """End the eviction of victims of `tier`.
+
+        A victim that was leased meanwhile stays and is counted in `kept`, as is a block that is no victim. One with a
+        slot in another tier leaves `tier` alone; a last copy is removed with all that lies below it.
+        """
+        return Removed(self._native.evict(ids, _index_of(tier)))
+
+    def drop(self, ids: BlockIds) -> Removed:
+        """Remove these blocks and all that lies below them, whoever holds them; blocks in use become detached."""
+        return Removed(self._native.drop(ids))
+
+    def drop_unheld(self, root: bytes, tokens: TokenArray, from_block: int) -> Removed:
+        """Remove block `from_block` of this prompt and all that lies below it, except blocks that are held."""
+        return Removed(self._native.drop_unheld(root, tokens, from_block))
+
+    def clear(self) -> Removed:
+        """Remove all blocks of all roots; blocks in use become detached."""
+        return Removed(self._native.clear())
+
+    def ids_in_slots(self, tier: Tier, first_slot: int, slot_count: int) -> BlockIds:
+        """Blocks in the tree whose slot in `tier` lies in the range, in the order of slots. O(all blocks)."""
+        return self._native.ids_in_slots(_index_of(tier), first_slot, slot_count)
+
+    def missing_in(self, tier: Tier, source_tier: Tier, limit: int) -> BlockIds:
+        """Up to `limit` blocks that are in `source_tier` and not in `tier`, each after its ancestors. O(all blocks)."""
+        return self._native.missing_in(_index_of(tier), _index_of(source_tier), limit)
+
+    def keys(self, ids: BlockIds, ns_key: bytes) -> NDArray[np.uint8]:
+        """Block keys, shape [ids, 2, 16]: the parent's and its own. One tree is always asked with one `ns_key`.
+
+        The key before each node is kept, so the cost is that of the edges concerned, not of the whole prefix.
+        Raises ValueError for detached blocks.
+        """
+        return self._native.keys(ids, ns_key)
+
+    def tokens(self, ids: BlockIds) -> NDArray[np.uint32]:
+        """Token ids of each block, shape [ids, block_tokens]. Raises ValueError for detached blocks."""
+        return self._native.tokens(ids)
+
+    def root_of(self, block_id: int) -> bytes:
+        """Root key of the prefix that the block belongs to. Raises ValueError for a detached block."""
+        return self._native.root_of(block_id)
+
+    def check_integrity(self) -> list[str]:
+        """A sentence for each invariant that does not hold; empty when all is well. O(all blocks)."""
+        return self._native.check_integrity()
+
+
+def _index_of(tier: Tier) -> int:
+    index = _TIER_INDEX.get(tier)
+    if index is None:
+        raise ValueError(f"tier is {tier!r}, expected one of {', '.join(known.name for known in TIERS)}")
+    return index
