@@ -281,7 +281,7 @@ def format_value(setting: Setting, value: object) -> str:
     if setting.rule.kind is Kind.SIZE and isinstance(value, int):
         return format_size(value)
     if setting.rule.kind is Kind.DURATION:
-        return f"{value}s"
+        return f"{value:.12g}s"
     return str(value)
 
 
