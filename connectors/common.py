@@ -11,7 +11,7 @@ import queue
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from kvstore.errors import KvstoreError, UnavailableError
 
@@ -155,8 +155,7 @@ class GuardedCalls:
         self._calls.put(call)
         if not call.done.wait(seconds):
             return Failure(UnavailableError(f"the store did not answer within {seconds:g} s"))
-        assert call.outcome is not None, "a finished call has an outcome"
-        return call.outcome
+        return cast("T | Failure", call.outcome)
 
     def close(self) -> None:
         """Let the thread end after the call it is in; idempotent."""

@@ -15,7 +15,7 @@ import xxhash
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.connectors.huggingface_cache import layer_tensors
+from kvstore.connectors.huggingface_cache import LayerTensors, layer_tensors
 from kvstore.types import DTYPE_BYTES, KvLayout
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ _NEUTRAL_CONFIG_FIELDS = frozenset(
     }
 )
 _SAMPLES_PER_TENSOR = 16
+PROBE_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class ModelDescription:
 def describe_model(model: PreTrainedModel, block_tokens: int) -> ModelDescription:
     """Check that the KV of `model` can be cached, and describe it.
 
-    Reads every weight once (about 0.1 s for 135 M float32 parameters) and computes one token. Raises
+    Reads every weight once (about 0.1 s for 135 M float32 parameters) and computes a few tokens. Raises
     UnsupportedModelError with the reason.
     """
     _check_class(model)
@@ -101,9 +102,6 @@ def _check_class(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} has a generate() of its own; only that of transformers is supported")
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(f"{name}.forward() takes no attention_mask, so positions cannot follow the cache")
-    text_config = model.config.get_text_config(decoder=True)
-    if getattr(text_config, "use_bidirectional_attention", None):
-        raise UnsupportedModelError(f"{name} attends to later tokens, so the KV of a prefix depends on what follows it")
 
 
 def _check_weights(model: PreTrainedModel) -> None:
@@ -134,22 +132,18 @@ def _rope_text(config: PreTrainedConfig) -> str:
 
 
 def _probe_layout(model: PreTrainedModel, block_tokens: int, rope: str) -> KvLayout:
-    """Compute one token and read from the cache it leaves what the KV looks like."""
-    device = next(model.parameters()).device
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.zeros((1, 1), dtype=torch.long, device=device), past_key_values=cache, use_cache=True)
-    tensors = layer_tensors(cache)
-    if tensors is None:
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
-        raise UnsupportedModelError(f"the cache has layers of {kinds}; only full attention, DynamicLayer, is supported")
+    """Compute a few tokens and read from the cache they leave what the KV looks like."""
+    tensors = _computed_tensors(model, PROBE_TOKENS)
+    longer = _computed_tensors(model, 2 * PROBE_TOKENS)
     shapes = {tuple(tensor.shape) for pair in tensors for tensor in pair}
     dtypes = {tensor.dtype for pair in tensors for tensor in pair}
     if len(shapes) != 1 or len(dtypes) != 1:
         raise UnsupportedModelError("keys and values differ in shape or dtype from each other or between layers")
     shape = shapes.pop()
-    if len(shape) != 4 or shape[0] != 1 or shape[2] != 1:
-        raise UnsupportedModelError(f"the KV of one token has shape {shape}, expected (1, heads, 1, head size)")
+    if len(shape) != 4 or shape[0] != 1 or shape[2] != PROBE_TOKENS:
+        raise UnsupportedModelError(f"the KV has shape {shape}, expected (1, heads, {PROBE_TOKENS}, head size)")
+    if _prefix_differs(tensors, longer):
+        raise UnsupportedModelError("the KV of a prefix depends on the tokens that follow it")
     dtype = str(dtypes.pop()).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModelError(f"the KV has dtype {dtype}, expected one of {', '.join(DTYPE_BYTES)}")
@@ -162,6 +156,29 @@ def _probe_layout(model: PreTrainedModel, block_tokens: int, rope: str) -> KvLay
         rope=rope,
         engine="transformers",
     )
+
+
+def _computed_tensors(model: PreTrainedModel, tokens: int) -> LayerTensors:
+    cache = DynamicCache(config=model.config)
+    ids = torch.arange(tokens, device=next(model.parameters()).device)[None]
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    tensors = layer_tensors(cache)
+    if tensors is None:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
+        raise UnsupportedModelError(f"the cache has layers of {kinds}; only full attention, DynamicLayer, is supported")
+    return tensors
+
+
+def _prefix_differs(shorter: LayerTensors, longer: LayerTensors) -> bool:
+    """Whether the same leading tokens got other keys or values in a longer prompt, by more than rounding explains."""
+    for pair, longer_pair in zip(shorter, longer, strict=True):
+        for tensor, longer_tensor in zip(pair, longer_pair, strict=True):
+            expected = tensor.float()
+            difference = (longer_tensor[:, :, : tensor.shape[2]].float() - expected).abs().mean()
+            if difference > max(1e-3, 8 * torch.finfo(tensor.dtype).eps) * expected.abs().mean():
+                return True
+    return False
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
