@@ -31,8 +31,11 @@ def files() -> tuple[str, ...]:
     """What git tracks or would track, without links; generated code is left out."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     kept = (name for name in listed if (ROOT / name).is_file() and not (ROOT / name).is_symlink())
     return tuple(name for name in kept if not re.search(r"_pb2(_grpc)?\.pyi?$", name))
 
@@ -151,9 +154,7 @@ def test_work_left_to_do_has_an_issue_number():
 
 def test_no_path_of_one_machine_is_left_in_the_text():
     path = re.compile(r"(?<![\w.])/(work|root)/")
-    assert [] == [
-        name for name in text_files() if name != "tests/test_tidy.py" and path.search(read(name))
-    ]  # fmt: skip
+    assert [] == [name for name in text_files() if name != "tests/test_tidy.py" and path.search(read(name))]
 
 
 def test_no_tracked_file_is_large():
@@ -183,9 +184,7 @@ def test_links_between_documents_resolve():
 
 
 def test_every_setting_is_documented_as_it_is_declared():
-    rows = [
-        f"| `{item.key}` | {documented_default(item)} | {item.rule.sentence} |" for item in config.settings()
-    ]  # fmt: skip
+    rows = [f"| `{item.key}` | {documented_default(item)} | {item.rule.sentence} |" for item in config.settings()]
     assert [] == [row for row in rows if row not in read("kvstore/README.md")]
 
 
