@@ -169,6 +169,21 @@ class SlotRun(Generic[Holder]):
     start: int
     count: int
 
+    @property
+    def indices(self) -> slice:
+        """The slots, in numbers of the holder."""
+        return slice(self.index, self.index + self.count)
+
+    @property
+    def places(self) -> slice:
+        """The slots, in positions of the caller's arrays."""
+        return slice(self.start, self.start + self.count)
+
+    def cut(self, limit: int) -> Iterator[SlotRun[Holder]]:
+        """The same slots in runs of at most `limit`."""
+        for done in range(0, self.count, limit):
+            yield SlotRun(self.holder, self.index + done, self.start + done, min(limit, self.count - done))
+
 
 @dataclass(frozen=True, slots=True)
 class HolderTable(Generic[Holder]):

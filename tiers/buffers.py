@@ -1,0 +1,53 @@
+"""Page-aligned buffers for direct I/O, of a bounded number."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.tiers.base import Bytes1D
+
+PAGE_BYTES = 4096
+
+
+def whole_pages(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole pages of 4 KiB."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def aligned_bytes(size_bytes: int) -> Bytes1D:
+    """Zeroed, page-aligned memory."""
+    return np.frombuffer(mmap.mmap(-1, whole_pages(size_bytes)), dtype=np.uint8)[:size_bytes]
+
+
+class AlignedBuffers:
+    """Up to `count` buffers at a time; each grows to the largest size it was asked for. Thread-safe."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._idle: queue.LifoQueue[Bytes1D] = queue.LifoQueue()
+        for _ in range(count):
+            self._idle.put(np.zeros(0, dtype=np.uint8))
+
+    @property
+    def lent_count(self) -> int:
+        """Buffers in use now."""
+        return self._count - self._idle.qsize()
+
+    @contextmanager
+    def lend(self, size_bytes: int) -> Iterator[Bytes1D]:
+        """A buffer of `size_bytes` with undefined content; waits while all are in use."""
+        buffer = self._idle.get()
+        try:
+            if len(buffer) < size_bytes:
+                buffer = aligned_bytes(size_bytes)
+            yield buffer[:size_bytes]
+        finally:
+            self._idle.put(buffer)

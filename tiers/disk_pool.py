@@ -1,0 +1,241 @@
+"""The slots of one namespace on disk."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.tiers.base import RecoveredBlock
+from kvstore.tiers.faults import DiskFault
+from kvstore.tiers.manifest import row_key
+from kvstore.tiers.slots import HolderTable, SlotMap, as_slots
+from kvstore.tiers.transfer import Occupant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask, SlotRange
+    from kvstore.tiers.faults import FaultCounts
+    from kvstore.tiers.manifest import Manifest
+    from kvstore.tiers.recovery import FoundBlock
+    from kvstore.tiers.slab import Slab, SlotGeometry
+    from kvstore.tiers.slab_folder import SlabFolder
+    from kvstore.tiers.slots import SlotRun
+    from kvstore.tiers.transfer import SlotTransfer
+    from kvstore.types import Slots
+
+ERASE_SLOTS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DiskServices:
+    """What all pools of a disk tier use together."""
+
+    folder: SlabFolder
+    transfer: SlotTransfer
+    manifest: Manifest
+    faults: FaultCounts
+    next_sequence: Callable[[], int]
+
+
+class DiskPool:
+    """The slots of one namespace on disk; implements kvstore.tiers.base.Pool. Thread-safe.
+
+    A block goes through: delete the slot's index row, write the slot, put the index row. So a row never speaks of
+    bytes that are not there yet, and whatever a crash leaves is found out by the header.
+    I/O holds no lock: slots belong to their caller, and slabs with used slots never go away.
+    """
+
+    def __init__(self, ns_id: bytes, geometry: SlotGeometry, generation: int, services: DiskServices) -> None:
+        self.generation = generation
+        self._ns_id = ns_id
+        self._geometry = geometry
+        self._services = services
+        self._transfer = services.transfer
+        self._all_parts = tuple(range(len(geometry.part_sizes)))
+        self._grow_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._slots = SlotMap()
+        self._table: HolderTable[Slab] = HolderTable()
+        self._quarantined_count = 0
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """Exact bytes of each part of a block."""
+        return self._geometry.part_sizes
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of each block."""
+        return self._geometry.block_tokens
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that allocate() can hand out without another slab."""
+        with self._lock:
+            return self._slots.free_slots
+
+    @property
+    def used_slots(self) -> int:
+        """Slots handed out and not freed, and slots in quarantine."""
+        with self._lock:
+            return self._slots.used_slots
+
+    @property
+    def quarantined_slots(self) -> int:
+        """Slots that were freed but whose I/O had failed: they are not used again before the next start."""
+        return self._quarantined_count
+
+    @property
+    def slabs(self) -> tuple[Slab, ...]:
+        """The slab files of this pool."""
+        return self._table.holders
+
+    def allocate(self, count: int) -> Slots:
+        """Up to `count` slots, ascending; fewer or none when the tier or the file system is full.
+
+        May create slab files (an fallocate of at most 64 MiB each), but never waits for space.
+        """
+        while self.free_slots < count and self._grow(count):
+            pass
+        with self._lock:
+            return self._slots.take(count)
+
+    def free(self, slots: Slots) -> None:
+        """Give slots back. No restart finds their blocks again; slots whose I/O failed go into quarantine."""
+        slots = as_slots(slots)
+        self._vacate(slots)
+        pieces = [piece for run in self._table.runs(slots) for piece in run.cut(ERASE_SLOTS_MAX)]
+        usable = np.zeros(len(slots), dtype=np.bool_)
+        for piece, erased in zip(pieces, self._transfer.map(self._erase, pieces), strict=True):
+            usable[piece.places] = erased & ~piece.holder.suspect[piece.indices]
+        lost_count = len(slots) - int(np.count_nonzero(usable))
+        if lost_count:
+            self._services.faults.add(DiskFault.QUARANTINED_SLOT, lost_count)
+        with self._lock:
+            self._quarantined_count += lost_count
+            self._slots.release(slots[usable])
+
+    def ranges(self) -> tuple[SlotRange, ...]:
+        """The slabs the pool holds now."""
+        with self._lock:
+            return self._slots.ranges()
+
+    def give_back(self, slot_range: SlotRange) -> bool:
+        """Delete one slab if all its slots are free; false and unchanged otherwise."""
+        with self._lock:
+            if not self._slots.remove(slot_range):
+                return False
+            slab = self._table.holder_of(slot_range)
+            self._table = self._table.without(slot_range)
+        self._services.folder.remove(slab)
+        return True
+
+    def write(self, slots: Slots, identities: Sequence[BlockIdentity], sources: Sequence[Sequence[Bytes1D]]) -> Mask:
+        """Write blocks; sources[i] has one readable array for each part of block i. True where a block is stored.
+
+        A slot whose write failed still belongs to the caller, who frees it.
+        """
+        slots = as_slots(slots)
+        assert len(slots) == len(identities) == len(sources), (len(slots), len(identities), len(sources))
+        generation = self.generation
+        self._vacate(slots)
+
+        def write_piece(piece: SlotRun[Slab]) -> tuple[list[int], list[bytes] | None]:
+            occupants = [
+                Occupant(identity, self._services.next_sequence(), generation) for identity in identities[piece.places]
+            ]
+            headers = self._transfer.write(piece.holder, piece.index, occupants, sources[piece.places])
+            return [occupant.sequence for occupant in occupants], headers
+
+        pieces = list(self._transfer.pieces(self._table.runs(slots)))
+        stored = np.zeros(len(slots), dtype=np.bool_)
+        rows: list[tuple[bytes, bytes]] = []
+        outcomes = self._transfer.map(write_piece, pieces)
+        for piece, (_, headers) in zip(pieces, outcomes, strict=True):
+            rows.extend(zip(_row_keys(piece), headers or (), strict=False))
+            stored[piece.places] = headers is not None
+        if rows and not self._services.manifest.put(rows):
+            self._services.faults.add(DiskFault.INDEX_FULL)
+            stored[:] = False
+        for piece, (sequences, _) in zip(pieces, outcomes, strict=True):
+            piece.holder.sequences[piece.indices] = np.where(stored[piece.places], sequences, 0)
+        return stored
+
+    def read(
+        self, slots: Slots, identities: Sequence[BlockIdentity], rows: Bytes2D, *, part: int | None = None
+    ) -> Mask:
+        """Read blocks into rows: [n, part_bytes] of one part, or [n, block_bytes] with all parts one after the other.
+
+        True only where the slot holds exactly this block, as last written, with a right checksum. Rows are undefined
+        where the answer is false.
+        """
+        slots = as_slots(slots)
+        parts = self._all_parts if part is None else (part,)
+        width = sum(self.part_sizes[number] for number in parts)
+        assert len(slots) == len(identities), (len(slots), len(identities))
+        assert rows.shape == (len(slots), width), (rows.shape, len(slots), width)
+        generation = self.generation
+
+        def read_piece(piece: SlotRun[Slab]) -> Mask:
+            occupants = [
+                Occupant(identity, sequence, generation)
+                for identity, sequence in zip(
+                    identities[piece.places], piece.holder.sequences[piece.indices].tolist(), strict=True
+                )
+            ]
+            return self._transfer.read(piece.holder, piece.index, occupants, rows[piece.places], parts)
+
+        runs = self._table.runs(slots)
+        whole = parts == self._all_parts
+        pieces = list(self._transfer.pieces(runs) if whole else (one for run in runs for one in run.cut(1)))
+        good = np.zeros(len(slots), dtype=np.bool_)
+        for piece, mask in zip(pieces, self._transfer.map(read_piece, pieces), strict=True):
+            good[piece.places] = mask
+        return good
+
+    def adopt(self, slab: Slab, blocks: Iterable[FoundBlock]) -> list[RecoveredBlock]:
+        """Take over a slab that was there at the start; the slots of `blocks` count as used from now on."""
+        with self._lock:
+            slot_range = self._slots.add(slab.header.slot_count)
+            self._table = self._table.with_added(slot_range, slab)
+            recovered = []
+            for block in blocks:
+                slab.sequences[block.index] = block.header.sequence
+                slot = slot_range.first + block.index
+                recovered.append(RecoveredBlock(block.header.identity, slot, block.header.sequence))
+            self._slots.take_these(as_slots([block.slot for block in recovered]))
+        return recovered
+
+    def _grow(self, count: int) -> bool:
+        """Add a slab unless another thread just did; false if there is no room."""
+        with self._grow_lock:
+            if self.free_slots >= count:
+                return True
+            slab = self._services.folder.create(self._ns_id, self._geometry)
+            if slab is None:
+                return False
+            with self._lock:
+                self._table = self._table.with_added(self._slots.add(slab.header.slot_count), slab)
+            return True
+
+    def _vacate(self, slots: Slots) -> None:
+        """Forget the blocks in slots, in memory and in the index."""
+        keys: list[bytes] = []
+        for run in self._table.runs(slots):
+            if run.holder.sequences[run.indices].any():
+                keys.extend(_row_keys(run))
+                run.holder.sequences[run.indices] = 0
+        # A row that stays is harmless: the slot's header will not match it.
+        if keys and not self._services.manifest.delete(keys):
+            self._services.faults.add(DiskFault.INDEX_FULL)
+
+    def _erase(self, piece: SlotRun[Slab]) -> Mask:
+        return self._transfer.erase(piece.holder, range(piece.index, piece.index + piece.count))
+
+
+def _row_keys(run: SlotRun[Slab]) -> list[bytes]:
+    return [row_key(run.holder.number, index) for index in range(run.index, run.index + run.count)]

@@ -1,0 +1,272 @@
+"""Moves blocks between memory and slots of slab files, many at a time, and verifies every byte that comes back."""
+
+from __future__ import annotations
+
+import errno
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from kvstore.errors import ClosedError
+from kvstore.tiers.buffers import PAGE_BYTES, AlignedBuffers, aligned_bytes
+from kvstore.tiers.checksum import digest
+from kvstore.tiers.faults import DiskFault
+from kvstore.tiers.header import BlockHeader, unpack_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask
+    from kvstore.tiers.faults import FaultCounts
+    from kvstore.tiers.file_io import FileIo
+    from kvstore.tiers.slab import Slab
+    from kvstore.tiers.slots import SlotRun
+
+IO_BYTES_MIN = 1 << 20
+IO_BYTES_MAX = 4 << 20
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_WRITER = 0
+
+Job = TypeVar("Job")
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """The block in a slot, the write that put it there, and the clear generation it belongs to."""
+
+    identity: BlockIdentity
+    sequence: int
+    generation: int
+
+
+class SlotTransfer:
+    """Runs the I/O of slots on a bounded number of threads, each with an aligned buffer. Thread-safe.
+
+    What a disk does wrong raises nothing: it is counted, and the slots are reported as failed. Slots whose I/O
+    failed for another reason than a lack of space become suspect.
+    """
+
+    def __init__(self, io: FileIo, faults: FaultCounts, thread_count: int) -> None:
+        self._io = io
+        self._faults = faults
+        self._thread_count = thread_count
+        self._buffers = AlignedBuffers(thread_count)
+        self._zero_page = aligned_bytes(PAGE_BYTES)
+        self._executor = ThreadPoolExecutor(thread_count, thread_name_prefix="kvstore-disk")
+
+    @property
+    def busy_buffers(self) -> int:
+        """Buffers in use now; 0 when nothing moves."""
+        return self._buffers.lent_count
+
+    def map(self, call: Callable[[Job], Outcome], jobs: Iterable[Job]) -> list[Outcome]:
+        """Outcomes of all jobs, in order; returns when all have ended. Raises ClosedError after close()."""
+        try:
+            futures = [self._executor.submit(call, job) for job in jobs]
+        except RuntimeError as error:
+            raise ClosedError("the disk tier is closed") from error
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Wait for what runs and end the threads; idempotent."""
+        self._executor.shutdown()
+
+    def pieces(self, runs: Iterable[SlotRun[Slab]]) -> Iterator[SlotRun[Slab]]:
+        """Cut runs into single I/Os: 1-4 MiB where the run is that long, so that all threads have work."""
+        for run in runs:
+            slot_bytes = run.holder.geometry.slot_bytes
+            share = max(-(-run.count // self._thread_count), IO_BYTES_MIN // slot_bytes)
+            yield from run.cut(max(1, min(share, IO_BYTES_MAX // slot_bytes)))
+
+    def write(
+        self, slab: Slab, index: int, occupants: Sequence[Occupant], sources: Sequence[Sequence[Bytes1D]]
+    ) -> list[bytes] | None:
+        """Write blocks into the slots from `index` on; sources[i] has one array for each part of block i.
+
+        Returns their packed headers of part 0, or None if any failed.
+        """
+        slot_bytes = slab.geometry.slot_bytes
+        slots = slice(index, index + len(occupants))
+        slab.written[slots] = True
+        try:
+            with self._buffers.lend(len(occupants) * slot_bytes) as buffer:
+                headers = [
+                    _lay_out(slab, index + position, occupant, parts, span)
+                    for position, (occupant, parts, span) in enumerate(
+                        zip(occupants, sources, buffer.reshape(-1, slot_bytes), strict=True)
+                    )
+                ]
+                whole = self._io.write(slab.fd, buffer, slab.slot_offset(index)) == len(buffer)
+        except OSError as error:
+            full = error.errno in _NO_SPACE
+            self._faults.add(DiskFault.NO_SPACE if full else DiskFault.WRITE_ERROR)
+            slab.suspect[slots] |= not full
+            return None
+        if not whole:
+            self._faults.add(DiskFault.SHORT_WRITE)
+            slab.suspect[slots] = True
+            return None
+        return headers
+
+    def read(self, slab: Slab, index: int, occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]) -> Mask:
+        """Read parts of the blocks in the slots from `index` on.
+
+        Row i is right where the answer is true, and undefined elsewhere. Unless `parts` are all of a block, there is
+        one block only.
+        """
+        try:
+            return self._read_together(slab, index, occupants, rows, parts)
+        except OSError:
+            if len(occupants) == 1:
+                self._faults.add(DiskFault.READ_ERROR)
+                slab.suspect[index] = True
+                return np.zeros(1, dtype=np.bool_)
+        # One bad sector must not cost the neighbours that share its I/O.
+        single = [
+            self.read(slab, index + position, [occupant], rows[position : position + 1], parts)
+            for position, occupant in enumerate(occupants)
+        ]
+        return np.concatenate(single)
+
+    def erase(self, slab: Slab, indices: Sequence[int]) -> Mask:
+        """Overwrite the first header page of slots, so that no rebuild finds their blocks; true where that is done.
+
+        Part 0 is enough: a block is rebuilt only if the headers of all its parts are there and agree.
+        """
+        erased = np.zeros(len(indices), dtype=np.bool_)
+        for position, index in enumerate(indices):
+            try:
+                done = not slab.written[index] or self._erase(slab, index)
+            except OSError:
+                done = False
+            if done:
+                slab.written[index] = False
+                erased[position] = True
+            else:
+                self._faults.add(DiskFault.WRITE_ERROR)
+        return erased
+
+    def read_headers(self, slab: Slab, index: int) -> list[BlockHeader] | None:
+        """The headers of all parts in a slot, None unless each is whole and says it belongs there."""
+        headers = []
+        for part, offset in enumerate(slab.geometry.part_offsets):
+            header = self._read_header(slab, slab.slot_offset(index) + offset)
+            if header is None or not slab.owns(header, index, part):
+                return None
+            headers.append(header)
+        return headers
+
+    def sync(self, slab: Slab) -> bool:
+        """Return when the slab's data is on stable storage; false if the system says it is not."""
+        with slab.open_lock:
+            if slab.removed:
+                return True
+            try:
+                self._io.sync(slab.fd)
+            except OSError:
+                self._faults.add(DiskFault.SYNC_ERROR)
+                return False
+        return True
+
+    def _erase(self, slab: Slab, index: int) -> bool:
+        return self._io.write(slab.fd, self._zero_page, slab.slot_offset(index)) == PAGE_BYTES
+
+    def _read_header(self, slab: Slab, offset: int) -> BlockHeader | None:
+        with self._buffers.lend(slab.geometry.header_bytes) as buffer:
+            try:
+                got_bytes = self._io.read(slab.fd, buffer, offset)
+            except OSError:
+                self._faults.add(DiskFault.READ_ERROR)
+                return None
+            return unpack_header(buffer[:got_bytes].data)
+
+    def _read_together(
+        self, slab: Slab, index: int, occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]
+    ) -> Mask:
+        """One I/O for all blocks. Raises OSError if it failed as a whole."""
+        offset, stride = slab.geometry.span(parts)
+        assert stride == slab.geometry.slot_bytes or len(occupants) == 1, "parts of one block at a time"
+        good = np.zeros(len(occupants), dtype=np.bool_)
+        with self._buffers.lend(len(occupants) * stride) as buffer:
+            got_bytes = self._io.read(slab.fd, buffer, slab.slot_offset(index) + offset)
+            # What lies in the buffer behind the bytes read is left from an earlier use: it is never looked at.
+            whole_count = got_bytes // stride
+            for position in range(whole_count):
+                span = buffer[position * stride : (position + 1) * stride]
+                good[position] = self._take(slab, index + position, occupants[position], span, rows[position], parts)
+        if whole_count < len(occupants):
+            self._faults.add(DiskFault.SHORT_READ)
+            slab.suspect[index + whole_count : index + len(occupants)] = True
+        return good
+
+    def _take(
+        self, slab: Slab, index: int, occupant: Occupant, span: Bytes1D, row: Bytes1D, parts: Sequence[int]
+    ) -> bool:
+        geometry = slab.geometry
+        column = 0
+        for part in parts:
+            start = geometry.part_offsets[part] - geometry.part_offsets[parts[0]]
+            size = geometry.part_sizes[part]
+            payload = span[start + geometry.header_bytes :][:size]
+            header = unpack_header(span[start : start + geometry.header_bytes].data)
+            fault = _fault_of(slab, index, part, occupant, header, payload)
+            if fault is not None:
+                self._faults.add(fault)
+                return False
+            row[column : column + size] = payload
+            column += size
+        return True
+
+
+def _fault_of(
+    slab: Slab, index: int, part: int, occupant: Occupant, header: BlockHeader | None, payload: Bytes1D
+) -> DiskFault | None:
+    """Why what was read is not the part of the block that was asked for; None if it is."""
+    if header is None:
+        return DiskFault.CORRUPT_HEADER
+    found = Occupant(header.identity, header.sequence, header.generation)
+    if found != occupant or not slab.owns(header, index, part):
+        return DiskFault.OTHER_BLOCK
+    if digest(payload.data) != header.payload_digest:
+        return DiskFault.CORRUPT_PAYLOAD
+    return None
+
+
+def _lay_out(slab: Slab, index: int, occupant: Occupant, parts: Sequence[Bytes1D], span: Bytes1D) -> bytes:
+    """Put headers, payloads and zero padding of a block into `span`; returns the packed header of part 0.
+
+    The checksum is of the bytes as copied, so that header and payload agree whatever happens to the source.
+    """
+    geometry = slab.geometry
+    first = b""
+    for part, source in enumerate(parts):
+        start, length = geometry.span((part,))
+        body = start + geometry.header_bytes
+        end = body + geometry.part_sizes[part]
+        span[body:end] = source
+        span[end : start + length] = 0
+        packed = _header(slab, index, part, occupant, digest(span[body:end].data)).pack()
+        span[start : start + len(packed)] = memoryview(packed)
+        span[start + len(packed) : body] = 0
+        first = first or packed
+    return first
+
+
+def _header(slab: Slab, index: int, part: int, occupant: Occupant, payload_digest: int) -> BlockHeader:
+    return BlockHeader(
+        slab=slab.number,
+        slot=index,
+        sequence=occupant.sequence,
+        generation=occupant.generation,
+        writer_id=_NO_WRITER,
+        ns_id=slab.header.ns_id,
+        identity=occupant.identity,
+        part=part,
+        part_count=len(slab.header.part_sizes),
+        payload_bytes=slab.header.part_sizes[part],
+        payload_digest=payload_digest,
+    )
