@@ -36,6 +36,16 @@ class Removed:
         """Blocks that `evict` was asked for and left where they are."""
         return self._native.kept
 
+    @property
+    def displaced_keys(self) -> NDArray[np.uint8]:
+        """Keys of the blocks that left the evicted tier and stay in another, shape [blocks, 16]."""
+        return self._native.displaced_keys
+
+    @property
+    def dropped_keys(self) -> NDArray[np.uint8]:
+        """Keys of the committed blocks that left the tree, ancestors first, shape [blocks, 16]."""
+        return self._native.dropped_keys
+
     def slots(self, tier: Tier) -> Slots:
         """Slots of `tier` that no block refers to any more."""
         return self._native.slots(_index_of(tier))
@@ -47,7 +57,8 @@ class RadixTree:
     Blocks are named by uint32 ids, which stay the same until the block is freed and are reused afterwards. All token
     and id arguments are contiguous uint32 arrays; results are fresh arrays. A block is *staged* while it has no slot
     in any tier, and invisible to `match`. It is in use while it is leased, or taken as a victim and not yet evicted;
-    removed while in use, it becomes *detached*: unreachable, with its slots untouched until its last user lets go.
+    removed while in use, it becomes *detached*: unreachable, with its id, slots, keys and tokens as they were until
+    its last user lets go.
 
     Callers lease, release and touch prefixes only, so holds and ticks never grow from the root towards a leaf.
 
@@ -57,9 +68,12 @@ class RadixTree:
 
     __slots__ = ("_native",)
 
-    def __init__(self, block_tokens: int, hash_seed: int, hash_bits: int = 32) -> None:
-        """`hash_seed` is 64 random bits of this process; fewer `hash_bits` force hash collisions, for tests."""
-        self._native = _native.RadixTree(block_tokens, hash_seed, hash_bits)
+    def __init__(self, block_tokens: int, *, ns_key: bytes, hash_seed: int, hash_bits: int = 32) -> None:
+        """Block keys are made with the 16-byte `ns_key`; `hash_seed` is 64 random bits of this process.
+
+        Fewer `hash_bits` force hash collisions, for tests.
+        """
+        self._native = _native.RadixTree(block_tokens, ns_key, hash_seed, hash_bits)
 
     @property
     def block_tokens(self) -> int:
@@ -99,7 +113,7 @@ class RadixTree:
         self._native.touch(ids, tick)
 
     def slots(self, ids: BlockIds, tier: Tier) -> Slots:
-        """The slot of each block in `tier`, NO_SLOT where it has none. Works for detached blocks too."""
+        """The slot of each block in `tier`, NO_SLOT where it has none."""
         return self._native.slots(ids, _index_of(tier))
 
     def lease(self, ids: BlockIds) -> None:
@@ -142,11 +156,19 @@ class RadixTree:
         """
         return self._native.take_victims(_index_of(tier), limit)
 
+    def take_range(self, tier: Tier, first_slot: int, slot_count: int) -> BlockIds:
+        """Take every unheld block whose slot in `tier` lies in the range, deepest first, whatever lies below it.
+
+        For emptying an extent. As with `take_victims`, `evict` must follow. O(all blocks).
+        """
+        return self._native.take_range(_index_of(tier), first_slot, slot_count)
+
     def evict(self, ids: BlockIds, tier: Tier) -> Removed:
         """End the eviction of victims of `tier`.
 
         A victim that was leased meanwhile stays and is counted in `kept`, as is a block that is no victim. One with a
-        slot in another tier leaves `tier` alone; a last copy is removed with all that lies below it.
+        slot in another tier leaves `tier` alone; a last copy is removed with all that lies below it. A detached
+        victim that nobody else uses gives up its slots.
         """
         return Removed(self._native.evict(ids, _index_of(tier)))
 
@@ -162,28 +184,23 @@ class RadixTree:
         """Remove all blocks of all roots; blocks in use become detached."""
         return Removed(self._native.clear())
 
-    def ids_in_slots(self, tier: Tier, first_slot: int, slot_count: int) -> BlockIds:
-        """Blocks in the tree whose slot in `tier` lies in the range, in the order of slots. O(all blocks)."""
-        return self._native.ids_in_slots(_index_of(tier), first_slot, slot_count)
-
     def missing_in(self, tier: Tier, source_tier: Tier, limit: int) -> BlockIds:
         """Up to `limit` blocks that are in `source_tier` and not in `tier`, each after its ancestors. O(all blocks)."""
         return self._native.missing_in(_index_of(tier), _index_of(source_tier), limit)
 
-    def keys(self, ids: BlockIds, ns_key: bytes) -> NDArray[np.uint8]:
-        """Block keys, shape [ids, 2, 16]: the parent's and its own. One tree is always asked with one `ns_key`.
+    def keys(self, ids: BlockIds) -> NDArray[np.uint8]:
+        """Block keys, shape [ids, 2, 16]: the parent's and its own.
 
-        The key before each node is kept, so the cost is that of the edges concerned, not of the whole prefix.
-        Raises ValueError for detached blocks.
+        The key at the end of each edge is kept, so the cost is that of the edges concerned, not of the whole prefix.
         """
-        return self._native.keys(ids, ns_key)
+        return self._native.keys(ids)
 
     def tokens(self, ids: BlockIds) -> NDArray[np.uint32]:
-        """Token ids of each block, shape [ids, block_tokens]. Raises ValueError for detached blocks."""
+        """Token ids of each block, shape [ids, block_tokens]."""
         return self._native.tokens(ids)
 
     def root_of(self, block_id: int) -> bytes:
-        """Root key of the prefix that the block belongs to. Raises ValueError for a detached block."""
+        """Root key of the prefix that the block belongs to."""
         return self._native.root_of(block_id)
 
     def check_integrity(self) -> list[str]:

@@ -1,5 +1,6 @@
 // Checks every invariant of the tree from scratch; for tests and for `check`.
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "radix_tree.h"
@@ -13,9 +14,9 @@ class RadixTree::Audit {
   std::vector<std::string> Run() {
     for (const auto& [key, node_id] : tree_.roots_) CheckRoot(key, node_id);
     while (!stack_.empty()) {
-      const uint32_t node_id = stack_.back();
+      const auto [node_id, key_before] = stack_.back();
       stack_.pop_back();
-      CheckNode(node_id);
+      CheckNode(node_id, key_before);
     }
     CheckTotals();
     return problems_;
@@ -29,13 +30,13 @@ class RadixTree::Audit {
   void CheckRoot(const Key128& key, uint32_t node_id) {
     const Node& node = tree_.nodes_[node_id];
     Expect(node.parent == kNone && node.ids.empty(), "a root has a parent or blocks", node_id);
-    Expect(node.has_parent_key && KeyEqual{}(node.parent_key, key), "a root has another key", node_id);
+    Expect(node.has_end_key && KeyEqual{}(node.end_key, key), "a root has another key", node_id);
     Expect(node.child_count > 0, "a root is empty", node_id);
-    CheckChildren(node_id);
+    CheckChildren(node_id, key);
     ++nodes_seen_;
   }
 
-  void CheckNode(uint32_t node_id) {
+  void CheckNode(uint32_t node_id, const Key128& key_before) {
     const Node& node = tree_.nodes_[node_id];
     const Node& parent = tree_.nodes_[node.parent];
     ++nodes_seen_;
@@ -47,7 +48,7 @@ class RadixTree::Audit {
     Expect(tree_.FindChild(node.parent, node.tokens.data()) == node_id, "the table does not find a node", node_id);
     if (!parent.ids.empty()) CheckOrder(parent.ids.back(), node.ids.front());
     CheckBlocks(node_id);
-    CheckChildren(node_id);
+    CheckChildren(node_id, CheckEndKey(node_id, key_before));
     for (int tier = 0; tier < kTierCount; ++tier) CheckVictim(node_id, tier);
     edge_bytes_ += (node.tokens.capacity() + node.ids.capacity()) * sizeof(uint32_t);
   }
@@ -80,12 +81,20 @@ class RadixTree::Audit {
     }
   }
 
+  // Returns the key of the node's last block, made from scratch.
+  Key128 CheckEndKey(uint32_t node_id, const Key128& key_before) {
+    const Node& node = tree_.nodes_[node_id];
+    const Key128 key = tree_.ChainThrough(node, 0, node.block_count(), key_before);
+    Expect(!node.has_end_key || KeyEqual{}(key, node.end_key), "a kept key is wrong", node_id);
+    return key;
+  }
+
   void CheckOrder(uint32_t upper, uint32_t lower) {
     Expect(tree_.blocks_[upper].holds >= tree_.blocks_[lower].holds, "holds grow towards the leaf", lower);
     Expect(tree_.blocks_[upper].tick >= tree_.blocks_[lower].tick, "ticks grow towards the leaf", lower);
   }
 
-  void CheckChildren(uint32_t node_id) {
+  void CheckChildren(uint32_t node_id, const Key128& end_key) {
     const Node& node = tree_.nodes_[node_id];
     uint32_t count = 0;
     uint32_t below[kTierCount] = {0, 0};
@@ -94,7 +103,7 @@ class RadixTree::Audit {
       const Node& child = tree_.nodes_[child_id];
       Expect(child.parent == node_id && child.previous_sibling == previous, "a child is linked wrongly", child_id);
       for (int tier = 0; tier < kTierCount; ++tier) below[tier] += child.occupied(tier);
-      stack_.push_back(child_id);
+      stack_.emplace_back(child_id, end_key);
       previous = child_id;
       ++count;
     }
@@ -127,9 +136,10 @@ class RadixTree::Audit {
     tree_.blocks_.ForEach([&](uint32_t id, const Block& block) {
       if (block.state != BlockState::kDetached) return;
       Expect(block.in_use(), "a detached block is in nobody's use", id);
+      Expect(tree_.detached_.count(id) == 1, "a detached block has no identity", id);
       ++detached;
     });
-    Expect(detached == tree_.detached_count_, "detached blocks are miscounted", detached);
+    Expect(detached == tree_.detached_.size(), "detached blocks are miscounted", detached);
     Expect(attached_seen_ == tree_.block_count(), "blocks cannot be reached from a root", attached_seen_);
     Expect(nodes_seen_ == tree_.nodes_.used(), "nodes cannot be reached from a root", nodes_seen_);
     Expect(tree_.children_.size() == tree_.node_count(), "the table has other entries than nodes", nodes_seen_);
@@ -142,7 +152,7 @@ class RadixTree::Audit {
 
   const RadixTree& tree_;
   std::vector<std::string> problems_;
-  Ids stack_;
+  std::vector<std::pair<uint32_t, Key128>> stack_;  // a node, and the key before it
   uint32_t nodes_seen_ = 0;
   uint32_t attached_seen_ = 0;
   uint32_t heap_seen_[kTierCount] = {0, 0};

@@ -63,9 +63,18 @@ nb::object IdsToNumpy(kvstore::Ids ids) {
   return ToNumpy<uint32_t>(std::move(ids), {count});
 }
 
+nb::object KeysToNumpy(std::vector<Key128> keys) {
+  const size_t count = keys.size();
+  return ToNumpy<uint8_t>(std::move(keys), {count, sizeof(Key128)});
+}
+
 void BindTree(nb::module_& module) {
   nb::class_<RadixTree>(module, "RadixTree")
-      .def(nb::init<uint32_t, uint64_t, uint32_t>(), "block_tokens"_a, "hash_seed"_a, "hash_bits"_a = 32)
+      .def("__init__",
+           [](RadixTree* tree, uint32_t block_tokens, const nb::bytes& ns_key, uint64_t hash_seed, uint32_t hash_bits) {
+             new (tree) RadixTree(block_tokens, AsKey(ns_key, "ns_key must be 16 bytes"), hash_seed, hash_bits);
+           },
+           "block_tokens"_a, "ns_key"_a, "hash_seed"_a, "hash_bits"_a = 32)
       .def_prop_ro("block_tokens", &RadixTree::block_tokens)
       .def_prop_ro("block_count", &RadixTree::block_count)
       .def_prop_ro("node_count", &RadixTree::node_count)
@@ -113,6 +122,11 @@ void BindTree(nb::module_& module) {
       .def("take_victims",
            [](RadixTree& tree, int64_t tier, int64_t limit) { return IdsToNumpy(tree.TakeVictims(tier, limit)); },
            "tier"_a, "limit"_a)
+      .def("take_range",
+           [](RadixTree& tree, int64_t tier, int64_t first_slot, int64_t slot_count) {
+             return IdsToNumpy(tree.TakeRange(tier, first_slot, slot_count));
+           },
+           "tier"_a, "first_slot"_a, "slot_count"_a)
       .def("evict",
            [](RadixTree& tree, const InputArray& ids, int64_t tier) { return tree.Evict(View(ids), tier); },
            "ids"_a.noconvert(), "tier"_a)
@@ -122,28 +136,22 @@ void BindTree(nb::module_& module) {
              return tree.DropUnheld(AsRoot(root), View(tokens), from_block);
            },
            "root"_a, "tokens"_a.noconvert(), "from_block"_a)
-      .def("clear", &RadixTree::Clear)
-      .def("ids_in_slots",
-           [](const RadixTree& tree, int64_t tier, int64_t first_slot, int64_t slot_count) {
-             return IdsToNumpy(tree.IdsInSlots(tier, first_slot, slot_count));
-           },
-           "tier"_a, "first_slot"_a, "slot_count"_a)
+      .def("clear", &RadixTree::Clear, nb::call_guard<nb::gil_scoped_release>())
       .def("missing_in",
            [](const RadixTree& tree, int64_t tier, int64_t source_tier, int64_t limit) {
              return IdsToNumpy(tree.MissingIn(tier, source_tier, limit));
            },
            "tier"_a, "source_tier"_a, "limit"_a)
       .def("keys",
-           [](RadixTree& tree, const InputArray& ids, const nb::bytes& ns_key) {
-             const Key128 key = AsKey(ns_key, "ns_key must be 16 bytes");
+           [](RadixTree& tree, const InputArray& ids) {
              std::vector<Key128> keys;
              {
                const GilPolicy gil(ids.size() * tree.block_tokens());
-               keys = tree.Keys(View(ids), key.bytes);
+               keys = tree.Keys(View(ids));
              }
              return ToNumpy<uint8_t>(std::move(keys), {ids.size(), 2, sizeof(Key128)});
            },
-           "ids"_a.noconvert(), "ns_key"_a)
+           "ids"_a.noconvert())
       .def("tokens",
            [](const RadixTree& tree, const InputArray& ids) {
              return ToNumpy<uint32_t>(tree.Tokens(View(ids)), {ids.size(), size_t{tree.block_tokens()}});
@@ -166,6 +174,8 @@ NB_MODULE(_native, module) {
   nb::class_<Removed>(module, "Removed")
       .def_ro("blocks", &Removed::blocks)
       .def_ro("kept", &Removed::kept)
+      .def_prop_ro("displaced_keys", [](const Removed& removed) { return KeysToNumpy(removed.displaced_keys); })
+      .def_prop_ro("dropped_keys", [](const Removed& removed) { return KeysToNumpy(removed.dropped_keys); })
       .def("slots",
            [](const Removed& removed, int64_t tier) {
              if (tier < 0 || tier >= kvstore::kTierCount) throw std::invalid_argument("tier is out of range");

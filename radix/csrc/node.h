@@ -29,7 +29,7 @@ struct Block {
   bool staged() const { return slot[0] == kNoSlot && slot[1] == kNoSlot; }
   bool leaves(int tier) const { return (leaving >> tier) & 1; }
   bool resident(int tier) const { return slot[tier] != kNoSlot && !leaves(tier); }
-  bool in_use() const { return holds > 0 || leaving != 0; }  // by a lease, or by an eviction under way
+  bool in_use() const { return holds > 0 || leaving != 0; }  // by leases or an eviction under way
 };
 static_assert(sizeof(Block) == 32, "the budget of memory per block counts on it");
 
@@ -37,7 +37,7 @@ static_assert(sizeof(Block) == 32, "the budget of memory per block counts on it"
 struct Node {
   std::vector<uint32_t> tokens;  // (blocks, block_tokens), contiguous
   std::vector<uint32_t> ids;     // (blocks)
-  Key128 parent_key{};           // key before the first block; of a root, the root key. Valid where has_parent_key.
+  Key128 end_key{};              // key of the last block; of a root, the root key. Valid where has_end_key.
   uint32_t parent = kNone;
   uint32_t first_child = kNone;
   uint32_t next_sibling = kNone;
@@ -49,7 +49,7 @@ struct Node {
   uint32_t below[kTierCount] = {0, 0};        // children that have a resident block in their subtree
   uint32_t resident_end[kTierCount] = {0, 0};  // no resident block lies at this depth or deeper
   uint32_t heap_index[kTierCount] = {kNone, kNone};
-  bool has_parent_key = false;
+  bool has_end_key = false;
 
   uint32_t& FreeLink() { return parent; }
   uint32_t block_count() const { return static_cast<uint32_t>(ids.size()); }

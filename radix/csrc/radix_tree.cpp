@@ -11,6 +11,7 @@ namespace {
 
 constexpr size_t kCompareBytes = 4096;  // what one memcmp spans while a prompt still agrees with an edge
 constexpr size_t kRootEntryBytes = 56;  // a node and a bucket of the map of roots
+constexpr size_t kDetachedEntryBytes = 112;  // the same of the map of detached blocks
 constexpr uint64_t kMixFactor = 0x9E3779B97F4A7C15ULL;
 
 uint64_t Mix(uint64_t left, uint64_t right) {
@@ -32,8 +33,9 @@ bool RadixTree::KeyEqual::operator()(const Key128& left, const Key128& right) co
   return std::memcmp(left.bytes, right.bytes, sizeof(left.bytes)) == 0;
 }
 
-RadixTree::RadixTree(uint32_t block_tokens, uint64_t hash_seed, uint32_t hash_bits)
+RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits)
     : block_tokens_(block_tokens),
+      ns_key_(ns_key),
       hash_seed_(hash_seed),
       tag_mask_(static_cast<uint32_t>((1ULL << std::min(hash_bits, 32u)) - 1)),
       roots_(0, KeyHash{hash_seed}),
@@ -44,7 +46,8 @@ RadixTree::RadixTree(uint32_t block_tokens, uint64_t hash_seed, uint32_t hash_bi
 
 size_t RadixTree::memory_bytes() const {
   return sizeof(*this) + blocks_.bytes() + nodes_.bytes() + edge_bytes_ + children_.bytes() + heaps_[0].bytes() +
-         heaps_[1].bytes() + roots_.size() * kRootEntryBytes;
+         heaps_[1].bytes() + roots_.size() * kRootEntryBytes +
+         detached_.size() * (kDetachedEntryBytes + block_tokens_ * sizeof(uint32_t));
 }
 
 // ---- what callers ask for ----
@@ -163,12 +166,27 @@ Ids RadixTree::TakeVictims(int64_t tier, int64_t limit) {
   while (victims.size() < limit_blocks) {
     const uint32_t id = ColdestVictim(index);
     if (id == kNone) break;
-    Block& block = blocks_[id];
-    block.leaving |= static_cast<uint8_t>(1u << index);
-    AddResident(block.node, index, -1);
-    RefreshTier(block.node, index);
+    Take(id, index);
     victims.push_back(id);
   }
+  return victims;
+}
+
+Ids RadixTree::TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count) {
+  const int index = CheckTier(tier);
+  if (first_slot < 0 || slot_count < 0) throw std::invalid_argument("a range of slots is negative");
+  Ids victims;
+  blocks_.ForEach([&](uint32_t id, const Block& block) {
+    if (block.state != BlockState::kAttached || block.holds > 0 || !block.resident(index)) return;
+    const int64_t offset = static_cast<int64_t>(block.slot[index]) - first_slot;
+    if (offset >= 0 && offset < slot_count) victims.push_back(id);
+  });
+  std::sort(victims.begin(), victims.end(), [&](uint32_t left, uint32_t right) {
+    const Block& one = blocks_[left];
+    const Block& other = blocks_[right];
+    return one.depth != other.depth ? one.depth > other.depth : one.slot[index] < other.slot[index];
+  });
+  for (uint32_t id : victims) Take(id, index);
   return victims;
 }
 
@@ -176,25 +194,41 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
   const int index = CheckTier(tier);
   CheckIds(ids);
   Removed removed;
+  Ids displaced;
+  Ids last_copies;
   for (uint32_t id : ids) {
-    const Block* block = FindUsed(id);
-    if (block == nullptr) continue;  // went with the subtree of an earlier one
-    if (block->leaves(index)) {
-      FinishVictim(id, index, &removed);
-    } else {
+    if (FindUsed(id) == nullptr) continue;  // named twice, and gone by now
+    Block& block = blocks_[id];
+    const bool was_leaving = block.leaves(index);
+    block.leaving &= static_cast<uint8_t>(~(1u << index));
+    if (block.holds > 0 || !was_leaving) {
       ++removed.kept;
+      if (was_leaving && block.state == BlockState::kAttached) BecomeResident(id, index);
+    } else if (block.state == BlockState::kDetached) {
+      if (!block.in_use()) FreeDetached(id, &removed);
+    } else if (block.slot[1 - index] != kNoSlot) {
+      displaced.push_back(id);
+    } else {
+      last_copies.push_back(id);
     }
   }
+  for (uint32_t id : displaced) {
+    removed.slots[index].push_back(std::exchange(blocks_[id].slot[index], kNoSlot));
+    --tier_blocks_[index];
+  }
+  const std::vector<Key128> keys = Keys(IdSpan{displaced.data(), displaced.size()});
+  for (size_t row = 0; row < displaced.size(); ++row) removed.displaced_keys.push_back(keys[2 * row + 1]);
+  // The topmost takes its whole subtree along, so a run of victims is one cut.
+  std::sort(last_copies.begin(), last_copies.end(),
+            [&](uint32_t left, uint32_t right) { return blocks_[left].depth < blocks_[right].depth; });
+  CutAll(last_copies, &removed);
   return removed;
 }
 
 Removed RadixTree::Drop(IdSpan ids) {
   CheckIds(ids);
   Removed removed;
-  for (uint32_t id : ids) {
-    const Block* block = FindUsed(id);
-    if (block != nullptr && block->state == BlockState::kAttached) Cut(id, &removed);
-  }
+  CutAll(Ids(ids.begin(), ids.end()), &removed);
   return removed;
 }
 
@@ -222,32 +256,18 @@ Removed RadixTree::DropUnheld(const Key128& root, TokenSpan tokens, int64_t from
     stack.pop_back();
     visit(nodes_[node_id], 0);
   }
-  for (uint32_t id : cuts) Cut(id, &removed);
+  CutAll(cuts, &removed);
   return removed;
 }
 
 Removed RadixTree::Clear() {
   Removed removed;
   for (const auto& [key, root_node] : roots_) {
-    RemoveChildren(root_node, &removed);
+    RemoveChildren(root_node, key, key, &removed);
     FreeNode(root_node);
   }
   roots_.clear();
   return removed;
-}
-
-Ids RadixTree::IdsInSlots(int64_t tier, int64_t first_slot, int64_t slot_count) const {
-  const int index = CheckTier(tier);
-  if (first_slot < 0 || slot_count < 0) throw std::invalid_argument("a range of slots is negative");
-  Ids ids;
-  blocks_.ForEach([&](uint32_t id, const Block& block) {
-    if (block.state != BlockState::kAttached || block.slot[index] == kNoSlot) return;
-    const int64_t offset = static_cast<int64_t>(block.slot[index]) - first_slot;
-    if (offset >= 0 && offset < slot_count) ids.push_back(id);
-  });
-  std::sort(ids.begin(), ids.end(),
-            [&](uint32_t left, uint32_t right) { return blocks_[left].slot[index] < blocks_[right].slot[index]; });
-  return ids;
 }
 
 Ids RadixTree::MissingIn(int64_t tier, int64_t source_tier, int64_t limit) const {
@@ -271,53 +291,37 @@ Ids RadixTree::MissingIn(int64_t tier, int64_t source_tier, int64_t limit) const
   return ids;
 }
 
-std::vector<Key128> RadixTree::Keys(IdSpan ids, const uint8_t ns_key[16]) {
-  CheckAttached(ids);
-  // In the order of the edges each key is made once, whatever the order asked for.
-  std::vector<std::pair<uint64_t, size_t>> order(ids.size);
-  for (size_t i = 0; i < ids.size; ++i) {
-    const Block& block = blocks_[ids[i]];
-    order[i] = {static_cast<uint64_t>(block.node) << 32 | block.depth, i};
-  }
-  std::sort(order.begin(), order.end());
+std::vector<Key128> RadixTree::Keys(IdSpan ids) {
+  CheckIds(ids);
   std::vector<Key128> keys(2 * ids.size);
-  uint32_t node_id = kNone;
-  uint32_t at = 0;
-  Key128 key{};
-  for (const auto& [place, row] : order) {
-    const Block& block = blocks_[ids[row]];
-    if (block.node != node_id) {
-      node_id = block.node;
-      at = 0;
-      key = ParentKeyOf(node_id, ns_key);
-    }
-    const Node& node = nodes_[node_id];
-    const uint32_t index = block.depth - node.depth;
-    key = ChainThrough(node, at, index, key, ns_key);
-    keys[2 * row] = key;
-    keys[2 * row + 1] = ChainThrough(node, index, index + 1, key, ns_key);
-    at = index;
+  FillAttachedKeys(ids, &keys);
+  for (size_t row = 0; row < ids.size; ++row) {
+    if (blocks_[ids[row]].state != BlockState::kDetached) continue;
+    const Identity& identity = detached_.at(ids[row]);
+    keys[2 * row] = identity.parent_key;
+    keys[2 * row + 1] = identity.key;
   }
   return keys;
 }
 
 Ids RadixTree::Tokens(IdSpan ids) const {
-  CheckAttached(ids);
+  CheckIds(ids);
   Ids tokens(ids.size * block_tokens_);
-  for (size_t i = 0; i < ids.size; ++i) {
-    const Block& block = blocks_[ids[i]];
-    const Node& node = nodes_[block.node];
-    const uint32_t* from = node.tokens.data() + static_cast<size_t>(block.depth - node.depth) * block_tokens_;
-    std::copy_n(from, block_tokens_, tokens.data() + i * block_tokens_);
+  for (size_t row = 0; row < ids.size; ++row) {
+    const Block& block = blocks_[ids[row]];
+    const bool attached = block.state == BlockState::kAttached;
+    const uint32_t* from = attached ? nodes_[block.node].tokens.data() : detached_.at(ids[row]).tokens.data();
+    if (attached) from += static_cast<size_t>(block.depth - nodes_[block.node].depth) * block_tokens_;
+    std::copy_n(from, block_tokens_, tokens.data() + row * block_tokens_);
   }
   return tokens;
 }
 
 Key128 RadixTree::RootOf(uint32_t id) const {
-  CheckAttached(IdSpan{&id, 1});
-  uint32_t node_id = blocks_[id].node;
-  while (nodes_[node_id].parent != kNone) node_id = nodes_[node_id].parent;
-  return nodes_[node_id].parent_key;
+  CheckIds(IdSpan{&id, 1});
+  const Block& block = blocks_[id];
+  if (block.state == BlockState::kDetached) return detached_.at(id).root;
+  return nodes_[RootNodeOf(block.node)].end_key;
 }
 
 // ---- arguments ----
@@ -341,15 +345,6 @@ void RadixTree::CheckIds(IdSpan ids) const {
   for (uint32_t id : ids) {
     if (FindUsed(id) == nullptr) {
       throw std::invalid_argument("block id " + std::to_string(id) + " is unknown or was freed");
-    }
-  }
-}
-
-void RadixTree::CheckAttached(IdSpan ids) const {
-  CheckIds(ids);
-  for (uint32_t id : ids) {
-    if (blocks_[id].state != BlockState::kAttached) {
-      throw std::invalid_argument("block id " + std::to_string(id) + " was dropped from the tree");
     }
   }
 }
@@ -430,25 +425,57 @@ void RadixTree::PushChildren(const Node& node, Ids* stack) const {
 
 // ---- keys ----
 
-// The key before the first block of the node, made from the nearest ancestor whose own is known, and kept.
-Key128 RadixTree::ParentKeyOf(uint32_t node_id, const uint8_t ns_key[16]) {
-  Ids unknown;
-  for (uint32_t at = node_id; !nodes_[at].has_parent_key; at = nodes_[at].parent) unknown.push_back(at);
-  for (auto at = unknown.rbegin(); at != unknown.rend(); ++at) {
-    Node& node = nodes_[*at];
-    const Node& parent = nodes_[node.parent];
-    node.parent_key = ChainThrough(parent, 0, parent.block_count(), parent.parent_key, ns_key);
-    node.has_parent_key = true;
-  }
-  return nodes_[node_id].parent_key;
+uint32_t RadixTree::RootNodeOf(uint32_t node_id) const {
+  while (nodes_[node_id].parent != kNone) node_id = nodes_[node_id].parent;
+  return node_id;
 }
 
-Key128 RadixTree::ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key,
-                               const uint8_t ns_key[16]) const {
+// The key of the node's last block, made from the nearest ancestor whose own is known, and kept.
+Key128 RadixTree::EndKeyOf(uint32_t node_id) {
+  Ids unknown;
+  for (uint32_t at = node_id; !nodes_[at].has_end_key; at = nodes_[at].parent) unknown.push_back(at);
+  for (auto at = unknown.rbegin(); at != unknown.rend(); ++at) {
+    Node& node = nodes_[*at];
+    node.end_key = ChainThrough(node, 0, node.block_count(), nodes_[node.parent].end_key);
+    node.has_end_key = true;
+  }
+  return nodes_[node_id].end_key;
+}
+
+Key128 RadixTree::ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key) const {
   for (uint32_t at = from; at < to; ++at) {
-    key = BlockKey(ns_key, key, node.tokens.data() + static_cast<size_t>(at) * block_tokens_, block_tokens_);
+    key = BlockKey(ns_key_.bytes, key, node.tokens.data() + static_cast<size_t>(at) * block_tokens_, block_tokens_);
   }
   return key;
+}
+
+// In the order of the edges each key is made once, whatever the order of `ids`.
+void RadixTree::FillAttachedKeys(IdSpan ids, std::vector<Key128>* keys) {
+  std::vector<std::pair<uint64_t, size_t>> order;
+  order.reserve(ids.size);
+  for (size_t row = 0; row < ids.size; ++row) {
+    const Block& block = blocks_[ids[row]];
+    if (block.state != BlockState::kAttached) continue;
+    order.emplace_back(static_cast<uint64_t>(block.node) << 32 | block.depth, row);
+  }
+  std::sort(order.begin(), order.end());
+  uint32_t node_id = kNone;
+  uint32_t at = 0;
+  Key128 key{};
+  for (const auto& [place, row] : order) {
+    const Block& block = blocks_[ids[row]];
+    if (block.node != node_id) {
+      node_id = block.node;
+      at = 0;
+      key = KeyBefore(node_id);
+    }
+    const Node& node = nodes_[node_id];
+    const uint32_t index = block.depth - node.depth;
+    key = ChainThrough(node, at, index, key);
+    (*keys)[2 * row] = key;
+    (*keys)[2 * row + 1] = ChainThrough(node, index, index + 1, key);
+    at = index;
+  }
 }
 
 }  // namespace kvstore

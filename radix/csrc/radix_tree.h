@@ -33,12 +33,13 @@ struct Span {
 using IdSpan = Span<uint32_t>;
 using TokenSpan = Span<uint32_t>;
 
-// What a call took out of the tree: slots to free, by tier; blocks that left it for good; blocks it was asked to
-// remove but kept.
+// What a call took out of the tree.
 struct Removed {
-  uint32_t blocks = 0;
-  uint32_t kept = 0;
-  Ids slots[kTierCount];
+  uint32_t blocks = 0;                 // left the tree for good
+  uint32_t kept = 0;                   // were to be evicted and stay
+  Ids slots[kTierCount];               // to be freed
+  std::vector<Key128> displaced_keys;  // left the tier that was asked for and stay in another
+  std::vector<Key128> dropped_keys;    // committed blocks among `blocks`, ancestors first
 };
 
 struct Staged {
@@ -49,12 +50,12 @@ struct Staged {
 class RadixTree {
  public:
   // `hash_bits` below 32 makes hash collisions likelier, for tests; they cost time and decide nothing.
-  RadixTree(uint32_t block_tokens, uint64_t hash_seed, uint32_t hash_bits);
+  RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits);
   RadixTree(const RadixTree&) = delete;
   RadixTree& operator=(const RadixTree&) = delete;
 
   uint32_t block_tokens() const { return block_tokens_; }
-  uint32_t block_count() const { return blocks_.used() - detached_count_; }
+  uint32_t block_count() const { return blocks_.used() - static_cast<uint32_t>(detached_.size()); }
   uint32_t node_count() const { return nodes_.used() - root_count(); }
   uint32_t root_count() const { return static_cast<uint32_t>(roots_.size()); }
   size_t memory_bytes() const;
@@ -71,15 +72,15 @@ class RadixTree {
 
   std::optional<uint64_t> ColdestTick(int64_t tier);
   Ids TakeVictims(int64_t tier, int64_t limit);
+  Ids TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count);
   Removed Evict(IdSpan ids, int64_t tier);
 
   Removed Drop(IdSpan ids);
   Removed DropUnheld(const Key128& root, TokenSpan tokens, int64_t from_block);
   Removed Clear();
 
-  Ids IdsInSlots(int64_t tier, int64_t first_slot, int64_t slot_count) const;
   Ids MissingIn(int64_t tier, int64_t source_tier, int64_t limit) const;
-  std::vector<Key128> Keys(IdSpan ids, const uint8_t ns_key[16]);  // (parent key, own key) of each id
+  std::vector<Key128> Keys(IdSpan ids);  // (parent key, own key) of each id
   Ids Tokens(IdSpan ids) const;
   Key128 RootOf(uint32_t id) const;
 
@@ -93,6 +94,14 @@ class RadixTree {
   };
   struct KeyEqual {
     bool operator()(const Key128& left, const Key128& right) const;
+  };
+
+  // What is left of a block that was removed while in use, so that its users can still verify its bytes.
+  struct Identity {
+    Key128 root;
+    Key128 parent_key;
+    Key128 key;
+    Ids tokens;
   };
 
   // A place in the tree on the way down a prompt: `taken` blocks of `node` are equal to the prompt, `depth` in all.
@@ -109,7 +118,6 @@ class RadixTree {
   static size_t CheckLimit(int64_t limit);
   const Block* FindUsed(uint32_t id) const;
   void CheckIds(IdSpan ids) const;
-  void CheckAttached(IdSpan ids) const;
 
   // Walking.
   Cursor StartAt(uint32_t root_node, TokenSpan tokens) const;
@@ -135,15 +143,18 @@ class RadixTree {
   void AccountEdge(const Node& node, int sign);
 
   // Leaving the tree.
+  void CutAll(const Ids& ids, Removed* removed);
   void Cut(uint32_t block_id, Removed* removed);
-  void RemoveChildren(uint32_t node_id, Removed* removed);
+  void RemoveChildren(uint32_t node_id, const Key128& end_key, const Key128& root, Removed* removed);
+  Key128 Describe(const Node& node, uint32_t from, Key128 key, const Key128& root, Removed* removed);
   void Truncate(uint32_t node_id, uint32_t count, Removed* removed);
   void Mend(uint32_t node_id);
   void Retire(uint32_t id, Removed* removed);
   void FreeDetached(uint32_t id, Removed* removed);
+  void FreeBlock(uint32_t id, Removed* removed);
 
   // Leaving a tier.
-  void FinishVictim(uint32_t id, int tier, Removed* removed);
+  void Take(uint32_t id, int tier);
   void BecomeResident(uint32_t id, int tier);
   void AddResident(uint32_t node_id, int tier, int delta);
   void Propagate(uint32_t node_id, int tier, bool was_occupied);
@@ -153,12 +164,16 @@ class RadixTree {
   uint32_t ColdestVictim(int tier);
 
   // Keys.
-  Key128 ParentKeyOf(uint32_t node_id, const uint8_t ns_key[16]);
-  Key128 ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key, const uint8_t ns_key[16]) const;
+  uint32_t RootNodeOf(uint32_t node_id) const;
+  Key128 EndKeyOf(uint32_t node_id);
+  Key128 KeyBefore(uint32_t node_id) { return EndKeyOf(nodes_[node_id].parent); }
+  Key128 ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key) const;
+  void FillAttachedKeys(IdSpan ids, std::vector<Key128>* keys);
 
   class Audit;  // in audit.cpp
 
   const uint32_t block_tokens_;
+  const Key128 ns_key_;
   const uint64_t hash_seed_;
   const uint32_t tag_mask_;
   BlockPool blocks_;
@@ -167,7 +182,7 @@ class RadixTree {
   std::unordered_map<Key128, uint32_t, KeyHash, KeyEqual> roots_;
   VictimHeap heaps_[kTierCount];
   uint32_t tier_blocks_[kTierCount] = {0, 0};  // attached blocks with a slot in the tier
-  uint32_t detached_count_ = 0;
+  std::unordered_map<uint32_t, Identity> detached_;
   size_t edge_bytes_ = 0;
 };
 

@@ -33,8 +33,8 @@ void Prepend(const Ids& front, Ids* values) {
 
 uint32_t RadixTree::NewRoot(const Key128& root) {
   const uint32_t node_id = nodes_.Allocate();
-  nodes_[node_id].parent_key = root;
-  nodes_[node_id].has_parent_key = true;
+  nodes_[node_id].end_key = root;
+  nodes_[node_id].has_end_key = true;
   roots_.emplace(root, node_id);
   return node_id;
 }
@@ -78,6 +78,7 @@ void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count,
     node.ids.push_back(id);
   }
   node.staged += count;
+  node.has_end_key = false;
   AccountEdge(node, 1);
 }
 
@@ -98,8 +99,6 @@ uint32_t RadixTree::Split(uint32_t node_id, uint32_t at) {
   tail.ids = Ids(tail.ids.begin() + at, tail.ids.end());
   head.depth = tail.depth;
   tail.depth += at;
-  head.parent_key = tail.parent_key;
-  head.has_parent_key = std::exchange(tail.has_parent_key, false);
   for (uint32_t id : head.ids) {
     Block& block = blocks_[id];
     block.node = head_id;
@@ -132,8 +131,6 @@ void RadixTree::MergeWithOnlyChild(uint32_t node_id) {
   Prepend(head.ids, &tail.ids);
   AccountEdge(tail, 1);
   tail.depth = head.depth;
-  tail.parent_key = head.parent_key;
-  tail.has_parent_key = head.has_parent_key;
   tail.staged += head.staged;
   for (uint32_t id : head.ids) blocks_[id].node = child_id;
   for (int tier = 0; tier < kTierCount; ++tier) {
@@ -202,17 +199,29 @@ void RadixTree::AccountEdge(const Node& node, int sign) {
 
 // ---- leaving the tree ----
 
+// Cuts what is still in the tree of `ids`.
+void RadixTree::CutAll(const Ids& ids, Removed* removed) {
+  for (uint32_t id : ids) {
+    const Block* block = FindUsed(id);
+    if (block != nullptr && block->state == BlockState::kAttached) Cut(id, removed);
+  }
+}
+
 // Removes an attached block and its subtree, then mends the shape above.
 void RadixTree::Cut(uint32_t block_id, Removed* removed) {
   const uint32_t node_id = blocks_[block_id].node;
   Node& node = nodes_[node_id];
   const uint32_t kept_count = blocks_[block_id].depth - node.depth;
   const bool was_occupied[kTierCount] = {node.occupied(0), node.occupied(1)};
-  RemoveChildren(node_id, removed);
+  const Key128 root = nodes_[RootNodeOf(node_id)].end_key;
+  const Key128 key = ChainThrough(node, 0, kept_count, KeyBefore(node_id));
+  RemoveChildren(node_id, Describe(node, kept_count, key, root, removed), root, removed);
   if (kept_count == 0) UnlinkChild(node_id);
   Truncate(node_id, kept_count, removed);
   for (int tier = 0; tier < kTierCount; ++tier) Propagate(node_id, tier, was_occupied[tier]);
   if (kept_count > 0) {
+    node.end_key = key;
+    node.has_end_key = true;
     Refresh(node_id);
   } else {
     const uint32_t parent = node.parent;
@@ -222,22 +231,42 @@ void RadixTree::Cut(uint32_t block_id, Removed* removed) {
 }
 
 // Removes all that lies below the node; what the node's ancestors count is left to the caller.
-void RadixTree::RemoveChildren(uint32_t node_id, Removed* removed) {
+void RadixTree::RemoveChildren(uint32_t node_id, const Key128& end_key, const Key128& root, Removed* removed) {
+  std::vector<std::pair<uint32_t, Key128>> stack;  // a node, and the key before it
+  const auto push_children = [&](const Node& node, const Key128& key) {
+    for (uint32_t at = node.first_child; at != kNone; at = nodes_[at].next_sibling) stack.emplace_back(at, key);
+  };
   Node& top = nodes_[node_id];
-  Ids stack;
-  PushChildren(top, &stack);
+  push_children(top, end_key);
   top.first_child = kNone;
   top.child_count = 0;
   for (uint32_t& count : top.below) count = 0;
   while (!stack.empty()) {
-    const uint32_t child_id = stack.back();
+    const auto [child_id, key] = stack.back();
     stack.pop_back();
     const Node& child = nodes_[child_id];
-    PushChildren(child, &stack);
+    push_children(child, Describe(child, 0, key, root, removed));
     children_.Erase(Tag(child.parent, child.tokens.data()), child_id);
     for (uint32_t id : child.ids) Retire(id, removed);
     FreeNode(child_id);
   }
+}
+
+// Names the blocks of the node from `from` on before they go: committed ones by their keys, for those who follow
+// events; ones in use by all that they are. `key` is the key before them; returns the one of the last.
+Key128 RadixTree::Describe(const Node& node, uint32_t from, Key128 key, const Key128& root, Removed* removed) {
+  for (uint32_t at = from; at < node.block_count(); ++at) {
+    const uint32_t id = node.ids[at];
+    const Block& block = blocks_[id];
+    const Key128 parent_key = key;
+    key = ChainThrough(node, at, at + 1, key);
+    if (!block.staged()) removed->dropped_keys.push_back(key);
+    if (block.in_use()) {
+      const auto tokens = node.tokens.begin() + static_cast<std::ptrdiff_t>(at) * block_tokens_;
+      detached_.emplace(id, Identity{root, parent_key, key, Ids(tokens, tokens + block_tokens_)});
+    }
+  }
+  return key;
 }
 
 // REQUIRES: the node has no children.
@@ -262,47 +291,45 @@ void RadixTree::Mend(uint32_t node_id) {
   if (node.parent != kNone) {
     if (node.child_count == 1) MergeWithOnlyChild(node_id);
   } else if (node.child_count == 0) {
-    roots_.erase(node.parent_key);
+    roots_.erase(node.end_key);
     FreeNode(node_id);
   }
 }
 
 // Takes the block out of the counts of the tree. In use, it stays as a detached record until its last user lets go.
+// REQUIRES: it was described.
 void RadixTree::Retire(uint32_t id, Removed* removed) {
   Block& block = blocks_[id];
   ++removed->blocks;
   for (int tier = 0; tier < kTierCount; ++tier) tier_blocks_[tier] -= block.slot[tier] != kNoSlot;
-  block.state = BlockState::kDetached;
-  block.node = kNone;
-  ++detached_count_;
-  if (!block.in_use()) FreeDetached(id, removed);
+  if (block.in_use()) {
+    block.state = BlockState::kDetached;
+    block.node = kNone;
+  } else {
+    FreeBlock(id, removed);
+  }
 }
 
 void RadixTree::FreeDetached(uint32_t id, Removed* removed) {
+  detached_.erase(id);
+  FreeBlock(id, removed);
+}
+
+void RadixTree::FreeBlock(uint32_t id, Removed* removed) {
   for (int tier = 0; tier < kTierCount; ++tier) {
     if (blocks_[id].slot[tier] != kNoSlot) removed->slots[tier].push_back(blocks_[id].slot[tier]);
   }
   blocks_.Free(id);
-  --detached_count_;
 }
 
 // ---- leaving a tier ----
 
-// Ends the eviction of a block that was taken as a victim of `tier`.
-void RadixTree::FinishVictim(uint32_t id, int tier, Removed* removed) {
+// Marks an attached, resident block as a victim of the tier.
+void RadixTree::Take(uint32_t id, int tier) {
   Block& block = blocks_[id];
-  block.leaving &= static_cast<uint8_t>(~(1u << tier));
-  if (block.holds > 0) {
-    ++removed->kept;
-    if (block.state == BlockState::kAttached) BecomeResident(id, tier);
-  } else if (block.state == BlockState::kDetached) {
-    if (!block.in_use()) FreeDetached(id, removed);
-  } else if (block.slot[1 - tier] != kNoSlot) {
-    removed->slots[tier].push_back(std::exchange(block.slot[tier], kNoSlot));
-    --tier_blocks_[tier];
-  } else {
-    Cut(id, removed);
-  }
+  block.leaving |= static_cast<uint8_t>(1u << tier);
+  AddResident(block.node, tier, -1);
+  RefreshTier(block.node, tier);
 }
 
 // Counts an attached block that came into `tier`, or stays in it after all.
