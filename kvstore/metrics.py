@@ -12,7 +12,7 @@ import bisect
 import itertools
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -120,6 +120,8 @@ STORE_METRICS = (
 )
 CALL_SECONDS = "kvstore_call_seconds"
 CALL_SECONDS_SENTENCE = "Duration of calls, by method and status."
+FAILURES = "kvstore_failures_total"
+FAILURES_SENTENCE = "Calls that failed by a fault of kvstore's own; the log has the trace."
 BUILD_INFO = "kvstore_build_info"
 BUILD_INFO_SENTENCE = "Always 1; the version is a label."
 
@@ -160,11 +162,21 @@ class CallMetrics(Collector):
         yield family
 
 
-class StoreCollector(Collector):
-    """Reads the store's own counters at each scrape."""
+class ProcessState(Protocol):
+    """What the sidecar counts outside its store."""
 
-    def __init__(self, read_stats: Callable[[], StoreStats], version: str) -> None:
+    @property
+    def failures(self) -> int:
+        """Calls, and ends of leases and stages, that failed with an error that is none of kvstore's own."""
+        ...
+
+
+class StoreCollector(Collector):
+    """Reads what others count, at each scrape."""
+
+    def __init__(self, read_stats: Callable[[], StoreStats], process: ProcessState, version: str) -> None:
         self._read_stats = read_stats
+        self._process = process
         self._version = version
 
     def collect(self) -> Iterator[Metric]:
@@ -172,6 +184,7 @@ class StoreCollector(Collector):
         build = GaugeMetricFamily(BUILD_INFO, BUILD_INFO_SENTENCE, labels=("version",))
         build.add_metric((self._version,), 1)
         yield build
+        yield CounterMetricFamily(FAILURES, FAILURES_SENTENCE, value=self._process.failures)
         stats = self._read_stats()
         for metric in STORE_METRICS:
             kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
@@ -183,14 +196,16 @@ class StoreCollector(Collector):
 
 def metric_names() -> tuple[str, ...]:
     """Every metric of ours, as scraped."""
-    return (BUILD_INFO, CALL_SECONDS, *(metric.name for metric in STORE_METRICS))
+    return (BUILD_INFO, CALL_SECONDS, FAILURES, *(metric.name for metric in STORE_METRICS))
 
 
-def make_registry(read_stats: Callable[[], StoreStats], calls: CallMetrics, version: str) -> CollectorRegistry:
+def make_registry(
+    read_stats: Callable[[], StoreStats], process: ProcessState, calls: CallMetrics, version: str
+) -> CollectorRegistry:
     """A registry of its own with all our metrics, and the usual `process_*` ones (memory, CPU, files)."""
     registry = CollectorRegistry()
     registry.register(calls)
-    registry.register(StoreCollector(read_stats, version))
+    registry.register(StoreCollector(read_stats, process, version))
     ProcessCollector(registry=registry)
     return registry
 

@@ -53,8 +53,10 @@ def run(config: Config, *, ready: TextIO) -> None:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_open(config))
         calls = CallMetrics()
-        page = stack.enter_context(_metrics_page(config, store, calls))
         server = GrpcServer(store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls)
+        registry = make_registry(store.stats, server, calls, __version__)
+        address = config.server.metrics_address
+        page = stack.enter_context(contextlib.closing(MetricsPage(registry, address))) if address else None
         uvloop.run(_serve(config, server, page, ready))
     logger.info("stopped")
 
@@ -69,27 +71,20 @@ def host_bytes(config: Config) -> int:
 
 
 def _open(config: Config) -> Store:
-    logger.info(
-        "opening: data_dir=%s host_bytes=%s disk_bytes=%s",
-        config.data_dir or "none",
-        format_size(host_bytes(config)),
-        format_size(config.disk_bytes),
-    )
-    return open_store(
+    host_capacity_bytes = host_bytes(config)
+    store = open_store(
         config.data_dir or None,
-        host_bytes=host_bytes(config),
+        host_bytes=host_capacity_bytes,
         disk_bytes=config.disk_bytes,
         settings=StoreSettings(events_bytes=config.events.capacity_bytes, **asdict(config.store)),
     )
-
-
-def _metrics_page(
-    config: Config, store: Store, calls: CallMetrics
-) -> contextlib.AbstractContextManager[MetricsPage | None]:
-    if not config.server.metrics_address:
-        return contextlib.nullcontext()
-    registry = make_registry(store.stats, calls, __version__)
-    return contextlib.closing(MetricsPage(registry, config.server.metrics_address))
+    logger.info(
+        "opened: data_dir=%s host_bytes=%s disk_bytes=%s",
+        config.data_dir or "none",
+        format_size(host_capacity_bytes),
+        format_size(config.disk_bytes),
+    )
+    return store
 
 
 async def _serve(config: Config, server: GrpcServer, page: MetricsPage | None, ready: TextIO) -> None:

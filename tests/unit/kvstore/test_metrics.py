@@ -40,6 +40,10 @@ STATS = StoreStats(
 )
 
 
+class Process:
+    failures = 17
+
+
 def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
     """Every sample by its name and its label values."""
     return {
@@ -50,10 +54,11 @@ def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
 
 
 def test_each_store_metric_has_the_exact_value_of_the_store():
-    found = values(make_registry(lambda: STATS, CallMetrics(), "1.2.3"))
+    found = values(make_registry(lambda: STATS, Process(), CallMetrics(), "1.2.3"))
 
     expected = {
         ("kvstore_build_info", "1.2.3"): 1,
+        ("kvstore_failures_total", ""): 17,
         ("kvstore_tier_capacity_bytes", "host"): 1000,
         ("kvstore_tier_capacity_bytes", "disk"): 9000,
         ("kvstore_tier_used_bytes", "host"): 600,
@@ -88,8 +93,8 @@ def test_every_counter_of_the_store_moves_a_metric(name):
     else:
         changed = {**value, "other": 9} if isinstance(value, dict) else value + 1
 
-    before = values(make_registry(lambda: STATS, CallMetrics(), "1"))
-    after = values(make_registry(lambda: replace(STATS, **{name: changed}), CallMetrics(), "1"))
+    before = values(make_registry(lambda: STATS, Process(), CallMetrics(), "1"))
+    after = values(make_registry(lambda: replace(STATS, **{name: changed}), Process(), CallMetrics(), "1"))
 
     moved = [key for key in after if key[0].startswith("kvstore_") and after[key] != before.get(key)]
     assert (3 if name == "tiers" else 1) == len(moved)
@@ -121,7 +126,7 @@ def test_there_are_no_created_series_and_no_names_beyond_the_declared_ones():
     calls = CallMetrics()
     calls.observe("Match", 0.001, "OK")
 
-    names = {name for name, _ in values(make_registry(lambda: STATS, calls, "1"))}
+    names = {name for name, _ in values(make_registry(lambda: STATS, Process(), calls, "1"))}
 
     ours = {name for name in names if name.startswith("kvstore_")}
     assert [] == [name for name in names if name.endswith("_created")]
@@ -130,8 +135,8 @@ def test_there_are_no_created_series_and_no_names_beyond_the_declared_ones():
 
 
 def test_two_registries_stand_side_by_side():
-    make_registry(lambda: STATS, CallMetrics(), "1")
-    make_registry(lambda: STATS, CallMetrics(), "1")
+    make_registry(lambda: STATS, Process(), CallMetrics(), "1")
+    make_registry(lambda: STATS, Process(), CallMetrics(), "1")
 
 
 def test_names_have_base_units_and_each_is_declared_once():
@@ -143,7 +148,7 @@ def test_names_have_base_units_and_each_is_declared_once():
 
 
 def test_the_page_serves_the_registry_on_a_free_port_until_closed():
-    page = MetricsPage(make_registry(lambda: STATS, CallMetrics(), "1"), "127.0.0.1:0")
+    page = MetricsPage(make_registry(lambda: STATS, Process(), CallMetrics(), "1"), "127.0.0.1:0")
     with urllib.request.urlopen(f"http://{page.address}/metrics") as response:
         text = response.read().decode()
     page.close()

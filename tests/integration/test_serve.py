@@ -1,0 +1,270 @@
+"""`kvstore serve` as a process: what it prints, what it refuses, how it stops, and the commands that ask it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.cli import main
+
+LAYOUT = kvstore.KvLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
+NAMESPACE = kvstore.Namespace(model="m", revision="r", layout=LAYOUT)
+FLAGS = ["--model", "m", "--revision", "r", "--layout", "layers=2,kv_heads=1,head_dim=8,dtype=float32,block_tokens=4"]
+TOKENS = list(range(40))
+BLOCKS = 10
+
+
+@dataclass
+class Sidecar:
+    """A running `kvstore serve`, its ready line, and where its log goes."""
+
+    process: subprocess.Popen[str]
+    ready: dict[str, object]
+
+    @property
+    def address(self) -> str:
+        return self.ready["listen"][0]
+
+    def log_line(self, text: str) -> str:
+        """The next line of the log that has `text`."""
+        return next(line for line in self.process.stderr if text in line)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+
+def command(*flags: object) -> list[str]:
+    return [sys.executable, "-P", "-m", "kvstore.cli", "serve", *(str(flag) for flag in flags)]
+
+
+@contextlib.contextmanager
+def sidecar(*flags):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+    with subprocess.Popen(
+        command("--host-bytes", "16MiB", *flags),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+    ) as process:  # fmt: skip
+        try:
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            yield Sidecar(process, json.loads(line))
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def unix_sidecar(tmp_path):
+    with sidecar("--listen", f"unix://{tmp_path}/kvstore.sock") as running:
+        yield running
+
+
+def payload() -> np.ndarray:
+    return np.random.default_rng(301).integers(0, 256, (BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+
+
+def store_prompt(address: str) -> None:
+    with kvstore.connect(address) as client, client.stage(NAMESPACE, TOKENS) as stage:
+        stage.write_from(payload())
+
+
+def test_the_ready_line_has_the_real_addresses(tmp_path):
+    unix = f"unix://{tmp_path}/kvstore.sock"
+    with sidecar("--listen", f"{unix},127.0.0.1:0", "--metrics", "127.0.0.1:0") as running:
+        first, second = running.ready["listen"]
+        assert (True, running.process.pid, unix) == (running.ready["ready"], running.ready["pid"], first)
+        assert 0 != int(second.rpartition(":")[2])
+        assert not running.ready["metrics"].endswith(":0")
+        for address in (first, second):
+            with kvstore.connect(address) as client:
+                assert 0 == client.stats().lookups
+
+
+def test_sigterm_stops_in_order_and_removes_the_socket(tmp_path, unix_sidecar):
+    assert 0 == unix_sidecar.stop()
+    assert "stopped" in unix_sidecar.process.stderr.read()
+    assert not (tmp_path / "kvstore.sock").exists()
+
+
+def test_what_was_committed_is_found_again_after_a_stop(tmp_path):
+    flags = ("--listen", f"unix://{tmp_path}/s", "--data-dir", tmp_path / "data", "--disk-bytes", "32MiB")
+    with sidecar(*flags) as running:
+        store_prompt(running.address)
+        assert 0 == running.stop()
+
+    loaded = np.zeros_like(payload())
+    with sidecar(*flags) as running, kvstore.connect(running.address) as client:
+        match = client.match(NAMESPACE, TOKENS)
+        assert {kvstore.Tier.DISK: BLOCKS} == match.tiers
+        with client.lease(match) as lease:
+            assert BLOCKS == lease.load_into(loaded).blocks
+    assert np.array_equal(payload(), loaded)
+
+
+def test_a_second_signal_ends_a_stop_that_waits_for_a_call(tmp_path):
+    with sidecar("--listen", f"unix://{tmp_path}/s", "--set", "server.grace_seconds=1h") as running:
+        waiting = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvstore.cli", "events", "--address", running.address, "--follow"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        with waiting:
+            with kvstore.connect(running.address) as client:
+                client.stats()
+            running.process.send_signal(signal.SIGTERM)
+            running.log_line("stopping:")
+            running.process.send_signal(signal.SIGTERM)
+            assert -signal.SIGTERM == running.process.wait(timeout=30)
+            waiting.kill()
+
+
+def test_the_metrics_page_moves_with_what_is_done(tmp_path):
+    with sidecar("--listen", f"unix://{tmp_path}/s", "--metrics", "127.0.0.1:0") as running:
+        store_prompt(running.address)
+        with kvstore.connect(running.address) as client:
+            assert BLOCKS == client.match(NAMESPACE, [*TOKENS, 1, 2]).blocks
+        with urllib.request.urlopen(f"http://{running.ready['metrics']}/metrics") as page:
+            lines = page.read().decode().splitlines()
+
+    assert f"kvstore_stored_blocks_total {float(BLOCKS)}" in lines
+    assert 'kvstore_hit_tokens_total{tier="host"} 40.0' in lines
+    assert "kvstore_lookup_tokens_total 42.0" in lines
+    assert "kvstore_failures_total 0.0" in lines
+    assert any(line.startswith('kvstore_call_seconds_count{method="Match",status="OK"} 1.0') for line in lines)
+
+
+def refused(*flags: object) -> str:
+    """The one line that a sidecar with these flags says before it gives up."""
+    done = subprocess.run(command(*flags), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert (1, "") == (done.returncode, done.stdout), done.stderr
+    assert done.stderr.startswith("kvstore serve: "), done.stderr
+    assert 1 == len(done.stderr.splitlines()), done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--host-bytes", "64XB"], "unknown unit 'XB'"),
+        (["--host-bytes", "1000TiB"], str(1000 * 2**40)),
+        (["--disk-bytes", "1GiB"], "--data-dir"),
+        (["--set", "tiers.hots.capacity_bytes=1GiB"], "tiers.host.capacity_bytes"),
+        (["--metrics", "0.0.0.0:9464"], "server.metrics_address"),
+        (["--listen", "0.0.0.0:7070"], "0.0.0.0:7070"),
+        (["--listen", "ftp://x"], "ftp://x"),
+        (["--config", "/nowhere/kvstore.toml"], "/nowhere/kvstore.toml"),
+        (["--data-dir", "/proc/kvstore", "--disk-bytes", "16MiB"], "/proc/kvstore"),
+        (["--set", "tenants.a.secret_files=/nowhere/secret"], "/nowhere/secret"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(tmp_path, flags, expected):
+    assert expected in refused("--host-bytes", "16MiB", "--listen", f"unix://{tmp_path}/s", *flags)
+
+
+def test_bad_toml_is_one_line_with_file_and_line(tmp_path):
+    file = tmp_path / "kvstore.toml"
+    file.write_text("[server]\nlisten = = 3\n")
+
+    assert f"{file}:2: " in refused("--config", file)
+
+
+def test_a_taken_port_or_socket_is_one_line_that_names_it(tmp_path, unix_sidecar):
+    assert unix_sidecar.address in refused("--host-bytes", "16MiB", "--listen", unix_sidecar.address)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        assert address in refused("--host-bytes", "16MiB", "--listen", address)
+        metrics = refused("--host-bytes", "16MiB", "--listen", f"unix://{tmp_path}/other", "--metrics", address)
+        assert address in metrics
+
+
+def test_a_data_directory_in_use_is_one_line_that_names_the_process(tmp_path):
+    disk = ("--data-dir", tmp_path / "data", "--disk-bytes", "16MiB")
+    with sidecar("--listen", f"unix://{tmp_path}/s", *disk) as running:
+        error = refused("--host-bytes", "16MiB", "--listen", f"unix://{tmp_path}/other", *disk)
+    assert str(running.process.pid) in error
+
+
+def test_a_disk_that_is_too_small_is_one_line(tmp_path):
+    error = refused(
+        "--host-bytes", "16MiB", "--listen", f"unix://{tmp_path}/s", "--data-dir", tmp_path, "--disk-bytes", "1000TiB"
+    )
+    assert str(tmp_path) in error
+
+
+@pytest.fixture
+def ask(unix_sidecar, capsys):
+    """Run a command against the sidecar; gives its exit code and what it printed as JSON."""
+
+    def run(*argv: object) -> tuple[int, dict[str, object]]:
+        status = main([str(word) for word in (argv[0], "--address", unix_sidecar.address, "--json", *argv[1:])])
+        return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+def test_the_commands_say_what_the_store_says(ask, unix_sidecar):
+    store_prompt(unix_sidecar.address)
+
+    assert (0, True) == (ask("status")[0], ask("status")[1]["serving"])
+    assert kvstore.__version__ == ask("status")[1]["version"]
+    assert (0, {"blocks": 10, "tokens": 40, "prompt_tokens": 41, "tiers": {"host": 10}}) == ask(
+        "match", *TOKENS, 99, *FLAGS
+    )
+    assert (0, BLOCKS) == (ask("stats")[0], ask("stats")[1]["stored_blocks"])
+    assert 0 == ask("stats")[1]["lookups"]
+    assert "stored" == ask("events")[1]["kind"]
+    assert (0, {"flushed": True}) == ask("flush")
+
+
+def test_pins_hold_and_end(ask, unix_sidecar):
+    store_prompt(unix_sidecar.address)
+
+    status, pin = ask("pin", *TOKENS, *FLAGS, "--ttl", "1h")
+    assert (0, BLOCKS) == (status, pin["blocks"])
+    assert pin["expires_unix_seconds"] is not None
+    assert (0, {"blocks": 0}) == ask("evict", *TOKENS, *FLAGS)
+    assert (0, {"ended": True}) == ask("unpin", pin["pin_id"])
+    assert (1, {"ended": False}) == ask("unpin", pin["pin_id"])
+    assert (0, {"blocks": 4}) == ask("evict", *TOKENS, *FLAGS, "--from-block", 6)
+    assert 3 == ask("pin", *TOKENS, *FLAGS)[0]
+    assert (0, {"blocks": 6}) == ask("clear", *FLAGS)
+    assert 1 == ask("pin", *TOKENS, *FLAGS)[0]
+
+
+def test_people_get_text(unix_sidecar, capsys):
+    store_prompt(unix_sidecar.address)
+
+    for argv in (["status"], ["stats"], ["events"], ["match", *map(str, TOKENS), *FLAGS]):
+        assert 0 == main([argv[0], "--address", unix_sidecar.address, *argv[1:]])
+
+    shown = capsys.readouterr().out
+    assert f"{unix_sidecar.address}: serving, version {kvstore.__version__}" in shown
+    assert "40 of 40 tokens, 10 blocks: 10 in host" in shown
+    assert "stored_blocks" in shown
+
+
+def test_no_sidecar_is_one_line_that_says_how_to_start_one(tmp_path, capsys):
+    assert 1 == main(["stats", "--address", f"unix://{tmp_path}/none.sock"])
+
+    error = capsys.readouterr().err
+    assert error.startswith("kvstore stats: ")
+    assert "kvstore serve" in error
+    assert 1 == len(error.splitlines())
+
+
+def test_a_wrong_ttl_is_one_line(tmp_path, capsys):
+    assert 1 == main(["pin", "1", "--ttl", "soon", "--address", f"unix://{Path(tmp_path)}/none.sock", *FLAGS])
+    assert "--ttl 'soon'" in capsys.readouterr().err
