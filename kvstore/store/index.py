@@ -13,8 +13,6 @@ from kvstore.store.accounting import Accounting
 from kvstore.store.space import Space
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvstore.clock import Clock
     from kvstore.store.settings import StoreSettings
     from kvstore.tiers.disk import DiskTier
@@ -45,6 +43,10 @@ class Index:
         self._spaces: dict[Namespace, Space] = {}
         self._tick = 0
 
+    def namespace_id(self, namespace: Namespace) -> bytes:
+        """The public name of a namespace here; makes no space for it."""
+        return hashing.namespace_id(namespace, self._node_secret)
+
     def next_tick(self) -> int:
         """A new, larger recency value; `lock` must be held."""
         self._tick += 1
@@ -68,13 +70,6 @@ class Index:
                 self._spaces[namespace] = space
             return space
 
-    def unclaimed_namespaces(self) -> list[tuple[bytes, tuple[int, ...], int]]:
-        """Namespaces that the disk holds and nobody has used since the start: ns_id, part sizes, block_tokens."""
-        if self.disk is None:
-            return []
-        claimed = {space.ns_id for space in self._spaces.values()}
-        return [found for found in self.disk.recovered_namespaces() if found[0] not in claimed]
-
     def coldest_space(self, tier: Tier) -> Space | None:
         """The space whose next victim in `tier` was used longest ago; `lock` must be held."""
         best: Space | None = None
@@ -86,7 +81,7 @@ class Index:
         return best
 
     def _make_space(self, namespace: Namespace) -> Space:
-        ns_id = hashing.namespace_id(namespace, self._node_secret)
+        ns_id = self.namespace_id(namespace)
         layout = namespace.layout
         disk_pool = None
         if self.disk is not None:
@@ -100,10 +95,7 @@ class Index:
             events=self.events,
         )
         if self.disk is not None and disk_pool is not None:
-            self._adopt(space, self.disk.recovered(ns_id))
+            orphans = space.adopt(self.disk.recovered(ns_id))
+            if orphans.size:
+                disk_pool.free(orphans)
         return space
-
-    def _adopt(self, space: Space, recovered: Iterable[object]) -> None:
-        orphans = space.adopt(recovered)  # type: ignore[arg-type]
-        if orphans.size and space.disk is not None:
-            space.disk.free(orphans)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from kvstore.clock import SystemClock
 from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from kvstore.tokens import Tokens
     from kvstore.types import Namespace, Pin, Root, TokenArray
 
-_Ended = TypeVar("_Ended", StoreLease, StoreStage)
-
 
 class Store:
     """A kvstore.api.KvStore in this process. Owns its tiers; thread-safe (lock order: see index.py)."""
@@ -44,6 +43,11 @@ class Store:
         self._leases: set[StoreLease] = set()
         self._stages: set[StoreStage] = set()
         self._open = True
+
+    def namespace_id(self, namespace: Namespace) -> bytes:
+        """The public name of a namespace; see kvstore.api.KvStore."""
+        self._check_open()
+        return self._index.namespace_id(namespace)
 
     def match(
         self,
@@ -277,7 +281,7 @@ def open_store(
     disk = None
     if disk_bytes and path is not None:
         try:
-            disk = DiskTier.open(path, capacity_bytes=disk_bytes)
+            disk = DiskTier.open(Path(path), capacity_bytes=disk_bytes)
         except BaseException:
             host.close()
             raise

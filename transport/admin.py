@@ -1,0 +1,61 @@
+"""AdminService: the calls of operators and warm-up jobs, over any store. Messages in, messages out; no gRPC in here."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore.errors import NoSpaceError
+from kvstore.transport import convert
+from kvstore.v1 import admin_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvstore.transport.state import ServiceState
+    from kvstore.types import Namespace
+
+
+class AdminService:
+    """Answers kvstore.v1.AdminService; each method is the call of the same name."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+        self._store = state.store
+
+    async def pin(self, request: pb.PinRequest) -> pb.PinResponse:
+        """Protect a prefix."""
+        namespace = self._namespace(request.session_id, request.prompt.ns_id)
+        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        if len(tokens) > self._state.limits.pin_tokens:
+            raise NoSpaceError(f"the prompt has {len(tokens)} tokens, one pin takes {self._state.limits.pin_tokens}")
+        root = convert.root_from_proto(request.prompt.root)
+        ttl_seconds = convert.duration_seconds(request.ttl) if request.HasField("ttl") else None
+        pin = await self._state.short.run(
+            partial(self._store.pin, namespace, tokens, root=root, ttl_seconds=ttl_seconds),
+            undo=lambda done: self._store.unpin(done.pin_id),
+        )
+        return convert.pin_to_proto(pin)
+
+    async def unpin(self, request: pb.UnpinRequest) -> pb.UnpinResponse:
+        """End a pin."""
+        return pb.UnpinResponse(found=await self._state.short.run(partial(self._store.unpin, request.pin_id)))
+
+    async def evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
+        """Drop a prefix."""
+        namespace = self._namespace(request.session_id, request.prompt.ns_id)
+        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        root = convert.root_from_proto(request.prompt.root)
+        evict = partial(self._store.evict, namespace, tokens, root=root, from_block=request.from_block)
+        return pb.EvictResponse(blocks=await self._state.long.run(evict))
+
+    async def clear(self, request: pb.ClearRequest) -> pb.ClearResponse:
+        """Drop the blocks of a namespace."""
+        namespace = self._namespace(request.session_id, request.ns_id)
+        return pb.ClearResponse(blocks=await self._state.long.run(partial(self._store.clear, namespace)))
+
+    async def flush(self, _request: pb.FlushRequest) -> pb.FlushResponse:
+        """Wait for the disk."""
+        await self._state.long.run(self._store.flush)
+        return pb.FlushResponse()
+
+    def _namespace(self, session_id: bytes, ns_id: bytes) -> Namespace:
+        return self._state.sessions.get(session_id).namespace(ns_id)

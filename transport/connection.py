@@ -1,0 +1,213 @@
+"""One channel to a server, with the session that lives on it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import numpy as np
+
+from kvstore import __version__
+from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.hashing import secret_proof
+from kvstore.transport import convert
+from kvstore.transport.status import ERROR_KEY, UnknownSessionError, error_of
+from kvstore.v1 import cache_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from google.protobuf.message import Message
+    from numpy.typing import NDArray
+
+    from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.types import Namespace
+
+R = TypeVar("R", bound="Message")
+CACHE = "kvstore.v1.CacheService"
+_RECEIVE_BYTES_MAX = 128 * 2**20
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _RECEIVE_BYTES_MAX),
+    ("grpc.max_send_message_length", -1),  # the server has a limit and names it
+    ("grpc.use_local_subchannel_pool", 1),  # a fresh connection must not inherit the back-off of a dead one
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Longest time of one call: for lookups and the like, and for moving bytes."""
+
+    control_seconds: float
+    bulk_seconds: float
+
+
+class Connection:
+    """A channel and its session. Thread-safe. Once ended it stays so: make another one.
+
+    The constructor opens the session and raises UnavailableError if that takes longer than a control call may.
+    """
+
+    def __init__(self, address: UnixAddress | TcpAddress, deadlines: Deadlines) -> None:
+        self.deadlines = deadlines
+        self._address = str(address)
+        self._channel: Any = grpc.insecure_channel(address.target, options=_OPTIONS)
+        self._ended = threading.Event()
+        self._greeting: Future[pb.SessionResponse] = Future()
+        self._namespaces: dict[Namespace, bytes] = {}  # only ever added to
+        self._stream = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)(
+            self._session_requests()
+        )
+        self._follower = threading.Thread(target=self._follow_session, name="kvstore-session", daemon=True)
+        self._follower.start()
+        try:
+            self.session = self._greeting.result(deadlines.control_seconds)
+        except (KvstoreError, TimeoutError) as err:
+            self.close()
+            if isinstance(err, KvstoreError):
+                raise
+            raise UnavailableError(f"no answer from {self._address} within {deadlines.control_seconds} s") from err
+
+    @property
+    def ended(self) -> bool:
+        """Whether the session is over, and with it every lease and stage it held."""
+        return self._ended.is_set()
+
+    def close(self) -> None:
+        """End the session and the channel; idempotent. The server releases what the session held."""
+        self._ended.set()
+        self._stream.cancel()
+        if threading.current_thread() is not self._follower:
+            self._follower.join()
+        self._channel.close()
+
+    def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
+        """One call within the deadline of control calls."""
+        return self._call(service, method, request, response_type, self.deadlines.control_seconds)
+
+    def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
+        """One call within the deadline of bulk calls."""
+        return self._call(service, method, request, response_type, self.deadlines.bulk_seconds)
+
+    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8]) -> int:
+        """Stream leased blocks into the flat `target`; returns how many leading blocks are right."""
+        self._check_open()
+        with self._translated():
+            stream = self._callable(self._channel.unary_stream, CACHE, "Load", pb.LoadResponse)(
+                request, timeout=self.deadlines.bulk_seconds
+            )
+            try:
+                summary, filled_bytes = self._receive(stream, target)
+            finally:
+                stream.cancel()
+        if summary is None or filled_bytes != target.size // request.blocks * summary.blocks:
+            raise UnavailableError(f"{self._address} ended a load without all of its bytes")
+        return summary.blocks
+
+    def write(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> int:
+        """Stream the flat `source` to a stage; returns how many rows were taken."""
+        self._check_open()
+        with self._translated():
+            write = self._callable(self._channel.stream_unary, CACHE, "Write", pb.WriteResponse)
+            response = write(self._write_requests(start, source), timeout=self.deadlines.bulk_seconds)
+            return int(response.rows)
+
+    def ns_id(self, namespace: Namespace) -> bytes:
+        """The id of a namespace, which is opened in this session if it is not yet."""
+        ns_id = self._namespaces.get(namespace)
+        if ns_id is None:
+            proof = b""
+            if namespace.secret is not None:
+                proof = secret_proof(namespace.secret, self.session.challenge, namespace)
+            request = pb.OpenNamespaceRequest(
+                session_id=self.session.session_id, namespace=convert.namespace_to_proto(namespace), proof=proof
+            )
+            ns_id = self.call(CACHE, "OpenNamespace", request, pb.OpenNamespaceResponse).ns_id
+            self._namespaces[namespace] = ns_id
+        return ns_id
+
+    def _session_requests(self) -> Iterator[pb.SessionRequest]:
+        yield pb.SessionRequest(client_version=__version__)
+        self._ended.wait()  # the session lives as long as this stream of requests
+
+    def _follow_session(self) -> None:
+        failure: KvstoreError = UnavailableError(f"{self._address} has ended the session")
+        try:
+            for response in self._stream:
+                if not self._greeting.done():
+                    self._greeting.set_result(response)
+        except grpc.RpcError as err:
+            failure = self._error_of(err)
+        self._ended.set()
+        if not self._greeting.done():
+            self._greeting.set_exception(failure)
+
+    def _call(self, service: str, method: str, request: Message, response_type: type[R], seconds: float) -> R:
+        self._check_open()
+        with self._translated():
+            response: R = self._callable(self._channel.unary_unary, service, method, response_type)(
+                request, timeout=seconds
+            )
+            return response
+
+    def _callable(self, make: Any, service: str, method: str, response_type: type[Message]) -> Any:  # noqa: ANN401
+        return make(
+            f"/{service}/{method}",
+            request_serializer=_serialize,
+            response_deserializer=response_type.FromString,
+        )
+
+    def _receive(self, stream: Any, target: NDArray[np.uint8]) -> tuple[pb.LoadSummary | None, int]:  # noqa: ANN401
+        filled_bytes = 0
+        summary = None
+        for response in stream:
+            if response.HasField("summary"):
+                summary = response.summary
+                continue
+            frame = np.frombuffer(response.frame, dtype=np.uint8)
+            if frame.size > target.size - filled_bytes:
+                raise UnavailableError(f"{self._address} sent more bytes than were asked for")
+            target[filled_bytes : filled_bytes + frame.size] = frame
+            filled_bytes += frame.size
+        return summary, filled_bytes
+
+    def _write_requests(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> Iterator[pb.WriteRequest]:
+        yield pb.WriteRequest(start=start)
+        frame_bytes = self.session.limits.frame_bytes
+        for begin in range(0, source.size, frame_bytes):
+            yield pb.WriteRequest(frame=source[begin : begin + frame_bytes].tobytes())
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise UnavailableError(f"the session with {self._address} has ended, and what it held with it")
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as err:
+            raise self._error_of(err) from err
+        except ValueError as err:
+            # How gRPC says that another thread has closed the channel; requests were built before.
+            self._check_open()
+            raise UnavailableError(f"the call to {self._address} failed: {err}") from err
+
+    def _error_of(self, err: Any) -> KvstoreError:  # noqa: ANN401  # an RpcError that is a Call too
+        metadata = tuple(err.trailing_metadata() or ())
+        error = error_of(err.code(), err.details() or "", metadata, self._address)
+        lost = err.code() is grpc.StatusCode.UNAVAILABLE and ERROR_KEY not in dict(metadata)
+        if lost or isinstance(error, UnknownSessionError):
+            self._ended.set()
+            with suppress(AttributeError):
+                self._stream.cancel()
+        return error
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()

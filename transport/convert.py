@@ -1,0 +1,225 @@
+"""Values of kvstore to messages of kvstore.v1 and back; decides nothing but whether a message is well formed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
+from kvstore.events import Event, EventKind, EventPage
+from kvstore.hashing import KEY_BYTES
+from kvstore.types import (
+    PLAIN_ROOT,
+    CommitResult,
+    KvLayout,
+    Namespace,
+    Pin,
+    Root,
+    StoreStats,
+    Tier,
+    TierRun,
+    TierStats,
+)
+from kvstore.v1 import admin_service_pb2, block_pb2, cache_service_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from google.protobuf.duration_pb2 import Duration
+
+    from kvstore.types import TokenArray
+
+PAGE_BYTES = 4 * 2**20
+_EVENT_OVERHEAD_BYTES = 128
+_LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout))
+_ROOT_FIELDS = tuple(item.name for item in fields(Root))
+_SIMPLE_STATS = (
+    "namespaces",
+    "lookups",
+    "lookup_tokens",
+    "stored_blocks",
+    "present_blocks",
+    "corrupt_blocks",
+    "leases",
+    "stages",
+    "pins",
+    "index_bytes",
+)
+_MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks")
+
+
+def namespace_to_proto(namespace: Namespace) -> block_pb2.Namespace:
+    """The public fields; the secret stays here. Raises InvalidNamespaceError for text that is not Unicode."""
+    try:
+        return block_pb2.Namespace(
+            tenant=namespace.tenant,
+            model=namespace.model,
+            revision=namespace.revision,
+            layout=block_pb2.KvLayout(**{name: getattr(namespace.layout, name) for name in _LAYOUT_FIELDS}),
+        )
+    except ValueError as err:
+        raise InvalidNamespaceError(f"the namespace cannot be sent: {err}") from err
+
+
+def namespace_from_proto(message: block_pb2.Namespace, secret: bytes | None) -> Namespace:
+    """The checked namespace. Raises InvalidNamespaceError or InvalidLayoutError."""
+    if not message.HasField("layout"):
+        raise InvalidLayoutError("the namespace has no layout")
+    layout = KvLayout(**{name: getattr(message.layout, name) for name in _LAYOUT_FIELDS})
+    return Namespace(
+        tenant=message.tenant, model=message.model, revision=message.revision, layout=layout, secret=secret
+    )
+
+
+def root_to_proto(root: Root) -> block_pb2.Root:
+    """Raises InvalidNamespaceError for text that is not Unicode."""
+    try:
+        return block_pb2.Root(**{name: getattr(root, name) for name in _ROOT_FIELDS})
+    except ValueError as err:
+        raise InvalidNamespaceError("a field of the root is not Unicode text") from err
+
+
+def root_from_proto(message: block_pb2.Root) -> Root:
+    """The checked root; all fields absent is the plain root."""
+    given = {name: getattr(message, name) for name in _ROOT_FIELDS if message.HasField(name)}
+    return Root(**given) if given else PLAIN_ROOT
+
+
+def prompt_to_proto(ns_id: bytes, root: Root | None, tokens: TokenArray) -> block_pb2.Prompt:
+    """One copy of the token ids."""
+    packed = tokens.astype("<u4", copy=False).tobytes()
+    return block_pb2.Prompt(ns_id=ns_id, root=root_to_proto(root) if root is not None else None, tokens=packed)
+
+
+def tokens_from_proto(packed: bytes) -> TokenArray:
+    """A read-only view of packed token ids."""
+    if len(packed) % 4:
+        raise InvalidTokensError(f"tokens have {len(packed)} bytes, expected packed u32")
+    return np.frombuffer(packed, dtype="<u4")
+
+
+def runs_to_proto(runs: Iterable[TierRun]) -> list[block_pb2.TierRun]:
+    """Runs of one match."""
+    return [block_pb2.TierRun(tier=_tier_to_proto(run.tier), blocks=run.blocks) for run in runs]
+
+
+def runs_from_proto(messages: Iterable[block_pb2.TierRun]) -> tuple[TierRun, ...]:
+    """Runs of one match."""
+    return tuple(TierRun(Tier(message.tier), message.blocks) for message in messages)
+
+
+def commit_to_proto(result: CommitResult) -> cache_service_pb2.CommitResponse:
+    """How a store went."""
+    return cache_service_pb2.CommitResponse(
+        blocks=result.blocks, present_blocks=result.present_blocks, refused_blocks=result.refused_blocks
+    )
+
+
+def commit_from_proto(message: cache_service_pb2.CommitResponse) -> CommitResult:
+    """How a store went."""
+    return CommitResult(message.blocks, message.present_blocks, message.refused_blocks)
+
+
+def pin_to_proto(pin: Pin) -> admin_service_pb2.PinResponse:
+    """A pin, its end in whole nanoseconds."""
+    message = admin_service_pb2.PinResponse(pin_id=pin.pin_id, blocks=pin.blocks)
+    if pin.expires_unix_seconds is not None:
+        message.expires.FromNanoseconds(round(pin.expires_unix_seconds * 1e9))
+    return message
+
+
+def pin_from_proto(message: admin_service_pb2.PinResponse) -> Pin:
+    """A pin."""
+    expires = message.expires.ToNanoseconds() / 1e9 if message.HasField("expires") else None
+    return Pin(message.pin_id, message.blocks, expires)
+
+
+def set_duration(message: Duration, seconds: float, name: str) -> None:
+    """Write `seconds` into `message`; raises InvalidArgumentError if it is no finite number of a sane size."""
+    if not -1e9 < seconds < 1e9:
+        raise InvalidArgumentError(f"{name} is {seconds!r}, expected seconds below 1e9")
+    message.FromNanoseconds(round(seconds * 1e9))
+
+
+def duration_seconds(message: Duration) -> float:
+    """The seconds of a Duration, whatever its fields hold."""
+    return float(message.seconds) + float(message.nanos) / 1e9
+
+
+def stats_to_proto(stats: StoreStats) -> block_pb2.StoreStats:
+    """All counters."""
+    message = block_pb2.StoreStats(
+        **{name: getattr(stats, name) for name in (*_SIMPLE_STATS, *_MAPPED_STATS)},
+    )
+    for name, tier in stats.tiers.items():
+        message.tiers[name].MergeFrom(
+            block_pb2.TierStats(capacity_bytes=tier.capacity_bytes, used_bytes=tier.used_bytes, blocks=tier.blocks)
+        )
+    return message
+
+
+def stats_from_proto(message: block_pb2.StoreStats) -> StoreStats:
+    """All counters."""
+    return StoreStats(
+        tiers={
+            name: TierStats(tier.capacity_bytes, tier.used_bytes, tier.blocks) for name, tier in message.tiers.items()
+        },
+        hit_tokens=dict(message.hit_tokens),
+        loaded_tokens=dict(message.loaded_tokens),
+        rejected_blocks=dict(message.rejected_blocks),
+        evicted_blocks=dict(message.evicted_blocks),
+        **{name: getattr(message, name) for name in _SIMPLE_STATS},
+    )
+
+
+def page_to_proto(page: EventPage) -> block_pb2.EventPage:
+    """The page, or its beginning: at least one event, and no more than about PAGE_BYTES."""
+    message = block_pb2.EventPage(epoch=page.epoch, next_after=page.next_after, gap=page.gap)
+    held_bytes = 0
+    for event in page.events:
+        held_bytes += _EVENT_OVERHEAD_BYTES + KEY_BYTES * len(event.keys)
+        if held_bytes > PAGE_BYTES and message.events:
+            message.next_after = message.events[-1].sequence
+            break
+        message.events.append(_event_to_proto(event))
+    return message
+
+
+def page_from_proto(message: block_pb2.EventPage) -> EventPage:
+    """The page."""
+    events = tuple(_event_from_proto(event) for event in message.events)
+    return EventPage(message.epoch, events, message.next_after, message.gap)
+
+
+def _event_to_proto(event: Event) -> block_pb2.Event:
+    return block_pb2.Event(
+        sequence=event.sequence,
+        kind=cast("block_pb2.EventKind", event.kind.value),
+        ns_id=event.ns_id,
+        root_key=event.root_key,
+        tier=block_pb2.TIER_UNSPECIFIED if event.tier is None else _tier_to_proto(event.tier),
+        parent_key=event.parent_key,
+        keys=b"".join(event.keys),
+        last_copy=event.last_copy,
+    )
+
+
+def _event_from_proto(message: block_pb2.Event) -> Event:
+    keys = message.keys
+    return Event(
+        sequence=message.sequence,
+        kind=EventKind(message.kind),
+        ns_id=message.ns_id,
+        root_key=message.root_key,
+        tier=Tier(message.tier) if message.tier else None,
+        parent_key=message.parent_key,
+        keys=tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)),
+        last_copy=message.last_copy,
+    )
+
+
+def _tier_to_proto(tier: Tier) -> block_pb2.Tier:
+    # The numbers of both enums are the same, which a test checks.
+    return cast("block_pb2.Tier", tier.value)

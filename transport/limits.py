@@ -1,0 +1,60 @@
+"""What the service refuses to exceed. Each limit has a name, a unit and a default; full means refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeAlias
+
+from kvstore.errors import ConfigError
+
+MIB = 2**20
+
+# Secrets that clients of a tenant may prove, by tenant.
+NamespaceSecrets: TypeAlias = Mapping[str, Sequence[bytes]]
+
+
+class CallObserver(Protocol):
+    """Told of every call that ended. Called in the event loop: it must not block."""
+
+    def observe(self, method: str, seconds: float, status: str) -> None:
+        """`method` is a name of the API such as "Match", `status` a gRPC code such as "OK"."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLimits:
+    """Limits of one server. Raises ConfigError where a value is out of range."""
+
+    # One message: the 16 MiB of a prompt of 4 Mi tokens fit.
+    message_bytes: int = 20 * MIB
+    # One raw frame of Load and Write; 1-4 MiB run fastest.
+    frame_bytes: int = 2 * MIB
+    # What one bulk call holds in memory, and asks of the store at a time; at least one row is always held.
+    bulk_buffer_bytes: int = 4 * MIB
+    # One row of a bulk call (a whole block, or one part of it).
+    row_bytes: int = 256 * MIB
+    sessions: int = 1024
+    leases_per_session: int = 1024
+    stages_per_session: int = 64
+    namespaces_per_session: int = 256
+    # Loads and writes at a time.
+    bulk_calls: int = 16
+    # Longest time of one load or write, however slow its client.
+    bulk_seconds_max: float = 600.0
+    # Lookups and other short calls at a time, running or queued.
+    short_calls: int = 1024
+    # Calls at a time that may take long: waits for events, flushes, evictions.
+    long_calls: int = 16
+    # Tokens of one pinned prompt.
+    pin_tokens: int = MIB
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < 2**63:
+                raise ConfigError(f"limit {item.name} is {value!r}, expected a number of at least 1")
+        if self.frame_bytes + 1024 > self.message_bytes:
+            raise ConfigError(
+                f"limit frame_bytes is {self.frame_bytes}, expected 1024 below message_bytes ({self.message_bytes})"
+            )

@@ -1,0 +1,177 @@
+"""Leases and stages that a server holds for us."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Self
+
+from kvstore.buffers import readable_rows, writable_rows
+from kvstore.errors import ClosedError, InvalidArgumentError, UnavailableError
+from kvstore.transport import convert
+from kvstore.transport.connection import CACHE
+from kvstore.types import LoadResult
+from kvstore.v1 import cache_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from google.protobuf.message import Message
+
+    from kvstore.api import BlockBuffer
+    from kvstore.transport.connection import Connection
+    from kvstore.types import CommitResult, KvLayout
+
+
+class RemoteLease:
+    """A kvstore.api.Lease of a session. Raises UnavailableError once that session has ended."""
+
+    def __init__(self, connection: Connection, layout: KvLayout, opened: pb.LeaseResponse) -> None:
+        self._connection = connection
+        self._layout = layout
+        self._lease_id = opened.lease_id
+        self._blocks = opened.blocks
+        self._open = _OpenFlag("lease")
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks protected."""
+        return self._blocks
+
+    def load_into(self, buffer: BlockBuffer, *, from_block: int = 0, part: int | None = None) -> LoadResult:
+        """Stream blocks into the rows of `buffer`. After UnavailableError all rows are undefined."""
+        row_bytes = _row_bytes(self._layout, part)
+        rows = writable_rows(buffer, row_bytes)
+        if from_block < 0:
+            raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
+        self._open.check()
+        count = min(len(rows), max(0, self._blocks - from_block))
+        if not count:
+            return LoadResult(0, 0, 0)
+        request = pb.LoadRequest(
+            session_id=self._connection.session.session_id,
+            lease_id=self._lease_id,
+            from_block=from_block,
+            blocks=count,
+            part=part,
+        )
+        blocks = self._connection.load(request, rows[:count].reshape(-1))
+        return LoadResult(blocks, count, blocks * row_bytes)
+
+    def release(self) -> None:
+        """End the lease; idempotent, and raises nothing if the server cannot be reached."""
+        if self._open.end():
+            request = pb.ReleaseRequest(session_id=self._connection.session.session_id, lease_id=self._lease_id)
+            _end(self._connection, "Release", request, pb.ReleaseResponse)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class RemoteStage:
+    """A kvstore.api.Stage of a session. Raises UnavailableError once that session has ended."""
+
+    def __init__(self, connection: Connection, layout: KvLayout, requested_from: int, opened: pb.StageResponse) -> None:
+        self._connection = connection
+        self._layout = layout
+        self._requested_from = requested_from
+        self._stage_id = opened.stage_id
+        self._from_block = opened.from_block
+        self._blocks = opened.blocks
+        self._open = _OpenFlag("stage")
+
+    @property
+    def from_block(self) -> int:
+        """First block that wants bytes."""
+        return self._from_block
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks want bytes."""
+        return self._blocks
+
+    def write_from(self, buffer: BlockBuffer, *, from_block: int | None = None, part: int | None = None) -> int:
+        """Stream the rows that are wanted. A write that breaks aborts the stage: what arrived is not to be trusted."""
+        rows = readable_rows(buffer, _row_bytes(self._layout, part))
+        first = self._requested_from if from_block is None else from_block
+        self._open.check()
+        begin = max(first, self._from_block)
+        end = min(first + len(rows), self._from_block + self._blocks)
+        if begin >= end:
+            return 0
+        start = pb.WriteStart(
+            session_id=self._connection.session.session_id,
+            stage_id=self._stage_id,
+            from_block=begin,
+            blocks=end - begin,
+            part=part,
+        )
+        try:
+            return self._connection.write(start, rows[begin - first : end - first].reshape(-1))
+        except UnavailableError:
+            self.abort()
+            raise
+
+    def commit(self) -> CommitResult:
+        """Make the leading blocks whose every part was written visible, atomically."""
+        if not self._open.end():
+            self._open.check()
+        request = pb.CommitRequest(session_id=self._connection.session.session_id, stage_id=self._stage_id)
+        return convert.commit_from_proto(self._connection.call(CACHE, "Commit", request, pb.CommitResponse))
+
+    def abort(self) -> None:
+        """Drop everything written; idempotent, and raises nothing if the server cannot be reached."""
+        if self._open.end():
+            request = pb.AbortRequest(session_id=self._connection.session.session_id, stage_id=self._stage_id)
+            _end(self._connection, "Abort", request, pb.AbortResponse)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif self._open:
+            self.commit()
+
+
+class _OpenFlag:
+    """Whether a lease or stage is still open. Thread-safe: exactly one caller ends it."""
+
+    def __init__(self, noun: str) -> None:
+        self._noun = noun
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def __bool__(self) -> bool:
+        return self._is_open
+
+    def check(self) -> None:
+        if not self._is_open:
+            raise ClosedError(f"the {self._noun} has ended")
+
+    def end(self) -> bool:
+        """True for the one caller that ends it."""
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+        return was_open
+
+
+def _row_bytes(layout: KvLayout, part: int | None) -> int:
+    return layout.block_bytes if part is None else layout.part_bytes(part)
+
+
+def _end(connection: Connection, method: str, request: Message, response_type: type[Message]) -> None:
+    """End what the server holds. If it does not answer, the session is ended instead, and everything with it."""
+    if connection.ended:
+        return
+    try:
+        connection.call(CACHE, method, request, response_type)
+    except UnavailableError:
+        connection.close()

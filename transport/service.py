@@ -1,0 +1,334 @@
+"""CacheService: the calls of engines and observers, over any store. Messages in, messages out; no gRPC in here."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore import __version__
+from kvstore.errors import InvalidArgumentError, InvalidBufferError, PermissionDeniedError, UnavailableError
+from kvstore.hashing import secret_proof
+from kvstore.transport import convert
+from kvstore.transport.rows import RowAssembler
+from kvstore.types import PrefixMatch
+from kvstore.v1 import cache_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+
+    from kvstore.api import Lease, Stage
+    from kvstore.transport.session import Session
+    from kvstore.transport.state import ServiceState
+    from kvstore.types import KvLayout, Namespace
+
+EVENTS_MAX = 10_000
+EVENTS_DEFAULT = 1000
+EVENT_WAIT_SECONDS_MAX = 10.0
+_WATCH_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadJob:
+    lease: Lease
+    part: int | None
+    row_bytes: int
+    from_block: int
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteJob:
+    stage: Stage
+    part: int | None
+    row_bytes: int
+    from_block: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    blocks: int
+    frames: list[pb.LoadResponse]
+    complete: bool
+
+
+class CacheService:
+    """Answers kvstore.v1.CacheService; each method is the call of the same name."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+        self._store = state.store
+        self._limits = state.limits
+
+    async def session(self, requests: AsyncIterator[pb.SessionRequest]) -> AsyncGenerator[pb.SessionResponse, None]:
+        """Open a session that lasts until the client ends the stream, or the server stops."""
+        if await anext(requests, None) is None:
+            return
+        session = self._state.sessions.open()
+        try:
+            yield self._greeting(session)
+            await _first_of(_drain(requests), self._state.stopping.wait())
+            if self._state.stopping.is_set():
+                raise UnavailableError("the server is stopping")
+        finally:
+            self._state.end_session(session)
+
+    def _greeting(self, session: Session) -> pb.SessionResponse:
+        limits = self._limits
+        return pb.SessionResponse(
+            session_id=session.session_id,
+            challenge=session.challenge,
+            server_version=__version__,
+            limits=pb.SessionLimits(
+                message_bytes=limits.message_bytes,
+                frame_bytes=limits.frame_bytes,
+                leases=limits.leases_per_session,
+                stages=limits.stages_per_session,
+                namespaces=limits.namespaces_per_session,
+            ),
+        )
+
+    async def open_namespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceResponse:
+        """Check the proof, and let the session use the namespace."""
+        session = self._state.sessions.get(request.session_id)
+        namespace = convert.namespace_from_proto(request.namespace, None)
+        if request.proof:
+            secret = self._proven_secret(namespace, session.challenge, request.proof)
+            namespace = convert.namespace_from_proto(request.namespace, secret)
+        ns_id = await self._state.short.run(partial(self._store.namespace_id, namespace))
+        session.open_namespace(ns_id, namespace)
+        layout = namespace.layout
+        return pb.OpenNamespaceResponse(ns_id=ns_id, block_bytes=layout.block_bytes, part_bytes=layout.part_sizes)
+
+    def _proven_secret(self, namespace: Namespace, challenge: bytes, proof: bytes) -> bytes:
+        proven = None
+        for secret in self._state.secrets.get(namespace.tenant, ()):
+            if hmac.compare_digest(secret_proof(secret, challenge, namespace), proof):
+                proven = secret
+        if proven is None:
+            raise PermissionDeniedError(
+                f"the secret of tenant {namespace.tenant!r} was not proven: none configured here fits; "
+                f"put it into a file and name that in tenants.{namespace.tenant}.secret_files"
+            )
+        return proven
+
+    async def match(self, request: pb.MatchRequest) -> pb.MatchResponse:
+        """Look a prompt up."""
+        namespace = self._namespace(request)
+        match = await self._state.short.run(
+            lambda: self._store.match(
+                namespace,
+                convert.tokens_from_proto(request.prompt.tokens),
+                root=convert.root_from_proto(request.prompt.root),
+                touch=not request.peek,
+                request_id=request.request_id or None,
+            )
+        )
+        return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
+
+    async def lease(self, request: pb.LeaseRequest) -> pb.LeaseResponse:
+        """Protect a match; a lease whose caller is gone before it learns the id ends at once."""
+        session = self._state.sessions.get(request.session_id)
+        match = _claimed_match(self._namespace(request), request)
+        lease_id, lease = await self._state.short.run(
+            lambda: session.leases.open(lambda: self._store.lease(match), match.namespace.layout),
+            undo=lambda opened: session.leases.end(opened[0]),
+        )
+        return pb.LeaseResponse(lease_id=lease_id, blocks=lease.blocks)
+
+    async def load(self, request: pb.LoadRequest) -> AsyncGenerator[pb.LoadResponse, None]:
+        """Send rows while the next ones are read; stop at the first block that is not there."""
+        job = self._load_job(request)
+        blocks = 0
+        async with self._state.bulk_call(), aclosing(self._chunks(job)) as chunks:
+            async for chunk in chunks:
+                blocks += chunk.blocks
+                for frame in chunk.frames:
+                    yield frame
+        yield pb.LoadResponse(summary=pb.LoadSummary(blocks=blocks, requested_blocks=request.blocks))
+
+    def _load_job(self, request: pb.LoadRequest) -> _LoadJob:
+        held = self._state.sessions.get(request.session_id).leases.get(request.lease_id)
+        end_block = request.from_block + request.blocks
+        if end_block > held.handle.blocks:
+            raise InvalidArgumentError(f"the load ends at block {end_block}, the lease at {held.handle.blocks}")
+        part = request.part if request.HasField("part") else None
+        row_bytes = self._row_bytes(held.layout, part)
+        return _LoadJob(held.handle, part, row_bytes, request.from_block, end_block)
+
+    async def _chunks(self, job: _LoadJob) -> AsyncGenerator[_Chunk, None]:
+        next_block = job.from_block
+        ahead = self._read_ahead(job, next_block)
+        try:
+            while ahead is not None:
+                chunk = await ahead
+                next_block += chunk.blocks
+                ahead = self._read_ahead(job, next_block) if chunk.complete else None
+                yield chunk
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+
+    def _read_ahead(self, job: _LoadJob, first: int) -> asyncio.Task[_Chunk] | None:
+        count = min(self._rows_at_once(job.row_bytes), job.end_block - first)
+        if not count:
+            return None
+        read = self._state.bulk.call(partial(self._read_rows, job, first, count))
+        return asyncio.get_running_loop().create_task(read)
+
+    def _read_rows(self, job: _LoadJob, first: int, count: int) -> _Chunk:
+        buffer = self._state.buffers.take(count * job.row_bytes)
+        rows = buffer[: count * job.row_bytes].reshape(count, job.row_bytes)
+        blocks = job.lease.load_into(rows, from_block=first, part=job.part).blocks
+        payload = buffer[: blocks * job.row_bytes]
+        frame_bytes = self._limits.frame_bytes
+        frames = [
+            pb.LoadResponse(frame=payload[start : start + frame_bytes].tobytes())
+            for start in range(0, payload.size, frame_bytes)
+        ]
+        self._state.buffers.give_back(buffer)
+        return _Chunk(blocks, frames, complete=blocks == count)
+
+    async def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """End a lease."""
+        session = self._state.sessions.get(request.session_id)
+        await self._state.short.run(partial(session.leases.end, request.lease_id))
+        return pb.ReleaseResponse()
+
+    async def stage(self, request: pb.StageRequest) -> pb.StageResponse:
+        """Begin to store; a stage whose caller is gone before it learns the id is aborted at once."""
+        session = self._state.sessions.get(request.session_id)
+        namespace = self._namespace(request)
+        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        root = convert.root_from_proto(request.prompt.root)
+        stage_id, stage = await self._state.short.run(
+            lambda: session.stages.open(
+                lambda: self._store.stage(namespace, tokens, root=root, from_block=request.from_block),
+                namespace.layout,
+            ),
+            undo=lambda opened: session.stages.end(opened[0]),
+        )
+        return pb.StageResponse(stage_id=stage_id, from_block=stage.from_block, blocks=stage.blocks)
+
+    async def write(self, requests: AsyncIterator[pb.WriteRequest]) -> pb.WriteResponse:
+        """Collect frames to rows and write those, as many at a time as the buffer holds."""
+        opening = await anext(requests, None)
+        if opening is None or opening.WhichOneof("content") != "start":
+            raise InvalidArgumentError("a Write begins with a start message")
+        start = opening.start
+        session = self._state.sessions.get(start.session_id)
+        held = session.stages.get(start.stage_id)
+        part = start.part if start.HasField("part") else None
+        job = _WriteJob(held.handle, part, self._row_bytes(held.layout, part), start.from_block, start.blocks)
+        async with self._state.bulk_call():
+            try:
+                return pb.WriteResponse(rows=await self._write_rows(job, requests))
+            except BaseException:
+                # Of a write that broke off nobody knows what arrived, so nothing of it may ever be committed.
+                self._state.end_in_background(partial(session.stages.try_to_end, start.stage_id))
+                raise
+
+    async def _write_rows(self, job: _WriteJob, requests: AsyncIterator[pb.WriteRequest]) -> int:
+        buffer = self._state.buffers.take(job.row_bytes * min(job.blocks, self._rows_at_once(job.row_bytes)))
+        assembler = RowAssembler(buffer, job.row_bytes, job.blocks)
+        taken, next_block = 0, job.from_block
+        async for frame in self._frames(requests):
+            for rows in assembler.feed(frame):
+                write = partial(job.stage.write_from, rows, from_block=next_block, part=job.part)
+                taken += await self._state.bulk.call(write)
+                next_block += len(rows)
+        assembler.finish()
+        self._state.buffers.give_back(buffer)
+        return taken
+
+    async def _frames(self, requests: AsyncIterator[pb.WriteRequest]) -> AsyncIterator[bytes]:
+        async for request in requests:
+            if not 1 <= len(request.frame) <= self._limits.frame_bytes:
+                raise InvalidBufferError(
+                    f"a frame has {len(request.frame)} bytes, expected 1..{self._limits.frame_bytes}"
+                )
+            yield request.frame
+
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        """Make a stage visible; it ends, whatever comes of it."""
+        session = self._state.sessions.get(request.session_id)
+        stage = session.stages.take(request.stage_id)
+        return convert.commit_to_proto(await self._state.short.run(stage.commit))
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        """Drop a stage."""
+        session = self._state.sessions.get(request.session_id)
+        await self._state.short.run(partial(session.stages.end, request.stage_id))
+        return pb.AbortResponse()
+
+    async def get_stats(self, _request: pb.GetStatsRequest) -> pb.GetStatsResponse:
+        """Occupancy and counters."""
+        return pb.GetStatsResponse(stats=convert.stats_to_proto(await self._state.short.run(self._store.stats)))
+
+    async def read_events(self, request: pb.ReadEventsRequest) -> pb.ReadEventsResponse:
+        """One page of events."""
+        wait_seconds = convert.duration_seconds(request.wait)
+        if not 0 <= wait_seconds <= EVENT_WAIT_SECONDS_MAX:
+            raise InvalidArgumentError(f"wait is {wait_seconds} s, expected 0..{EVENT_WAIT_SECONDS_MAX}")
+        limit = request.limit or EVENTS_DEFAULT
+        if limit > EVENTS_MAX:
+            raise InvalidArgumentError(f"limit is {limit} events, expected at most {EVENTS_MAX}")
+        lane = self._state.long if wait_seconds else self._state.short
+        page = await lane.run(partial(self._store.events, after=request.after, limit=limit, wait_seconds=wait_seconds))
+        return pb.ReadEventsResponse(page=convert.page_to_proto(page))
+
+    async def watch_events(self, request: pb.WatchEventsRequest) -> AsyncGenerator[pb.WatchEventsResponse, None]:
+        """Pages of events as they come, until the client cancels or the server stops."""
+        after = request.after
+        with self._state.long.place():
+            while not self._state.stopping.is_set():
+                read = partial(self._store.events, after=after, limit=EVENTS_DEFAULT, wait_seconds=_WATCH_SECONDS)
+                page = convert.page_to_proto(await self._state.long.call(read))
+                after = page.next_after
+                if page.events or page.gap:
+                    yield pb.WatchEventsResponse(page=page)
+        raise UnavailableError("the server is stopping")
+
+    def _namespace(self, request: pb.MatchRequest | pb.LeaseRequest | pb.StageRequest) -> Namespace:
+        return self._state.sessions.get(request.session_id).namespace(request.prompt.ns_id)
+
+    def _row_bytes(self, layout: KvLayout, part: int | None) -> int:
+        row_bytes = layout.block_bytes if part is None else layout.part_bytes(part)
+        if row_bytes > self._limits.row_bytes:
+            raise InvalidBufferError(
+                f"a row has {row_bytes} bytes, this server takes {self._limits.row_bytes}; read and write by parts"
+            )
+        return row_bytes
+
+    def _rows_at_once(self, row_bytes: int) -> int:
+        return max(1, self._limits.bulk_buffer_bytes // row_bytes)
+
+
+def _claimed_match(namespace: Namespace, request: pb.LeaseRequest) -> PrefixMatch:
+    tokens = convert.tokens_from_proto(request.prompt.tokens)
+    prompt_blocks = len(tokens) // namespace.layout.block_tokens
+    if request.blocks > prompt_blocks:
+        raise InvalidArgumentError(f"a lease of {request.blocks} blocks of a prompt that has {prompt_blocks}")
+    root = convert.root_from_proto(request.prompt.root)
+    return PrefixMatch(namespace, root, tokens, request.blocks, runs=())
+
+
+async def _drain(requests: AsyncIterator[pb.SessionRequest]) -> None:
+    async for _ in requests:
+        pass
+
+
+async def _first_of(*works: Awaitable[object]) -> None:
+    """Return when the first of `works` is done, with all others cancelled; raises what it raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,175 @@
+"""Sessions: who holds which leases and stages, and what ends with them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError
+from kvstore.transport.status import UnknownSessionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.api import Lease, Stage
+    from kvstore.transport.limits import ServiceLimits
+    from kvstore.types import KvLayout, Namespace
+
+logger = logging.getLogger(__name__)
+SESSION_ID_BYTES = 16
+CHALLENGE_BYTES = 32
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Generic[T]):
+    """A lease or stage, and the layout its rows have."""
+
+    handle: T
+    layout: KvLayout
+
+
+class Holdings(Generic[T]):
+    """The open leases, or stages, of one session, by id. Thread-safe; its lock is never held while calling out."""
+
+    def __init__(self, noun: str, limit: int, end: Callable[[T], None]) -> None:
+        self._noun = noun
+        self._limit = limit
+        self._end = end
+        self._lock = threading.Lock()
+        self._held: dict[int, Held[T]] = {}  # guarded by _lock, as all below
+        self._opening = 0
+        self._last_id = 0
+        self._closed = False
+
+    def open(self, acquire: Callable[[], T], layout: KvLayout) -> tuple[int, T]:
+        """Acquire one and keep it under a new id. If the session ended meanwhile, it is ended at once."""
+        with self._lock:
+            if len(self._held) + self._opening >= self._limit:
+                raise NoSpaceError(f"the session holds {self._limit} {self._noun}s, the most it may; end one first")
+            self._opening += 1
+        try:
+            handle = acquire()
+        finally:
+            with self._lock:
+                self._opening -= 1
+        with self._lock:
+            if not self._closed:
+                self._last_id += 1
+                self._held[self._last_id] = Held(handle, layout)
+                return self._last_id, handle
+        self._end(handle)
+        raise UnknownSessionError("it ended during the call")
+
+    def get(self, held_id: int) -> Held[T]:
+        """Raises ClosedError for an id that is not open in this session."""
+        with self._lock:
+            held = self._held.get(held_id)
+        if held is None:
+            raise ClosedError(f"{self._noun} {held_id} is not open in this session")
+        return held
+
+    def take(self, held_id: int) -> T:
+        """Like get, and the id is gone."""
+        with self._lock:
+            held = self._held.pop(held_id, None)
+        if held is None:
+            raise ClosedError(f"{self._noun} {held_id} is not open in this session")
+        return held.handle
+
+    def end(self, held_id: int) -> None:
+        """End one; nothing happens if it is not open."""
+        with self._lock:
+            held = self._held.pop(held_id, None)
+        if held is not None:
+            self._end(held.handle)
+
+    def try_to_end(self, held_id: int) -> int:
+        """Like end, but a failure is logged and counted: returns how many could not be ended."""
+        with self._lock:
+            held = self._held.pop(held_id, None)
+        return 0 if held is None else self._failures_to_end(held.handle)
+
+    def close(self) -> int:
+        """End all, now and those still being acquired. Returns how many could not be ended."""
+        with self._lock:
+            self._closed = True
+            held = list(self._held.values())
+            self._held.clear()
+        return sum(self._failures_to_end(one.handle) for one in held)
+
+    def _failures_to_end(self, handle: T) -> int:
+        try:
+            self._end(handle)
+        except Exception:
+            # One that fails must not keep the others from ending.
+            logger.exception("a %s could not be ended", self._noun)
+            return 1
+        return 0
+
+
+class Session:
+    """What one client has open. Thread-safe."""
+
+    def __init__(self, limits: ServiceLimits) -> None:
+        self.session_id = secrets.token_bytes(SESSION_ID_BYTES)
+        self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self.leases: Holdings[Lease] = Holdings("lease", limits.leases_per_session, lambda lease: lease.release())
+        self.stages: Holdings[Stage] = Holdings("stage", limits.stages_per_session, lambda stage: stage.abort())
+        self._namespaces_max = limits.namespaces_per_session
+        self._lock = threading.Lock()
+        self._namespaces: dict[bytes, Namespace] = {}  # guarded by _lock
+
+    def open_namespace(self, ns_id: bytes, namespace: Namespace) -> None:
+        """Let the session use a namespace; opening one twice is fine."""
+        with self._lock:
+            if ns_id not in self._namespaces and len(self._namespaces) >= self._namespaces_max:
+                raise NoSpaceError(f"the session has opened {self._namespaces_max} namespaces, the most it may")
+            self._namespaces[ns_id] = namespace
+
+    def namespace(self, ns_id: bytes) -> Namespace:
+        """Raises ClosedError for a namespace that this session has not opened."""
+        with self._lock:
+            namespace = self._namespaces.get(ns_id)
+        if namespace is None:
+            if len(ns_id) != SESSION_ID_BYTES:
+                raise InvalidArgumentError(f"ns_id has {len(ns_id)} bytes, expected {SESSION_ID_BYTES}")
+            raise ClosedError(f"namespace {ns_id.hex()} is not open in this session; call OpenNamespace first")
+        return namespace
+
+    def close(self) -> int:
+        """Release all leases and abort all stages. Returns how many could not be ended."""
+        return self.leases.close() + self.stages.close()
+
+
+class SessionTable:
+    """The sessions of a server. Used from its event loop only."""
+
+    def __init__(self, limits: ServiceLimits) -> None:
+        self._limits = limits
+        self._sessions: dict[bytes, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(self) -> Session:
+        """Raises NoSpaceError at the limit of sessions."""
+        if len(self._sessions) >= self._limits.sessions:
+            raise NoSpaceError(f"{self._limits.sessions} sessions are open, the most this server allows")
+        session = Session(self._limits)
+        self._sessions[session.session_id] = session
+        return session
+
+    def get(self, session_id: bytes) -> Session:
+        """Raises UnknownSessionError if there is none of that id (any more)."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSessionError("open a session first")
+        return session
+
+    def remove(self, session: Session) -> None:
+        """Forget a session; the caller closes it."""
+        del self._sessions[session.session_id]

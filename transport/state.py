@@ -1,0 +1,71 @@
+"""What the services of one server share: the store, its sessions, threads and buffers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from kvstore.errors import UnavailableError
+from kvstore.transport.session import SessionTable
+from kvstore.transport.workers import BufferPool, Lane
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvstore.api import KvStore
+    from kvstore.transport.limits import NamespaceSecrets, ServiceLimits
+    from kvstore.transport.session import Session
+
+_SHORT_THREADS = 8
+_BULK_THREADS = 8
+_ENDING_THREADS = 2
+
+
+class ServiceState:
+    """What the services of one server share. Used from its event loop, but for what the lanes run."""
+
+    def __init__(self, store: KvStore, secrets: NamespaceSecrets, limits: ServiceLimits) -> None:
+        self.store = store
+        self.secrets = secrets
+        self.limits = limits
+        self.sessions = SessionTable(limits)
+        self.buffers = BufferPool(limits.bulk_buffer_bytes)
+        self.short = Lane("short", threads=_SHORT_THREADS, calls=limits.short_calls)
+        self.bulk = Lane("bulk", threads=_BULK_THREADS, calls=limits.bulk_calls)
+        self.long = Lane("long", threads=limits.long_calls, calls=limits.long_calls)
+        self.stopping = asyncio.Event()
+        self.unended_handles = 0
+        self._endings = Lane("ending", threads=2, calls=limits.sessions)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def bulk_call(self) -> AsyncIterator[None]:
+        """A place among the bulk calls, for a limited time, so that a stalled client cannot keep it."""
+        with self.bulk.place():
+            try:
+                async with asyncio.timeout(self.limits.bulk_seconds_max):
+                    yield
+            except TimeoutError as err:
+                raise UnavailableError(f"the transfer took longer than {self.limits.bulk_seconds_max} s") from err
+
+    def end_session(self, session: Session) -> None:
+        """Forget the session at once; its leases and stages end in the background."""
+        self.sessions.remove(session)
+        self.end_in_background(session.close)
+
+    def end_in_background(self, end: Callable[[], int]) -> None:
+        """Run `end` in a thread that waits for no other call; it returns how many things could not be ended."""
+        task = asyncio.get_running_loop().create_task(self._count_unended(end))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """Wait for sessions that are ending and for running store calls. No call may be open any more."""
+        while self._ending:
+            await asyncio.wait(self._ending)
+        for lane in (self.short, self.bulk, self.long, self._endings):
+            await asyncio.to_thread(lane.close)
+
+    async def _count_unended(self, end: Callable[[], int]) -> None:
+        self.unended_handles += await self._endings.call(end)
