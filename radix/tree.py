@@ -55,7 +55,7 @@ class RadixTree:
     """A compressed radix tree over the token ids of one namespace, with a root for each 16-byte root key.
 
     Blocks are named by uint32 ids, which stay the same until the block is freed and are reused afterwards. All token
-    and id arguments are contiguous uint32 arrays; results are fresh arrays. A block is *staged* while it has no slot
+    and id arguments are flat uint32 arrays (strided ones are copied); results are fresh arrays. A block is *staged* while it has no slot
     in any tier, and invisible to `match`. It is in use while it is leased, or taken as a victim and not yet evicted;
     removed while in use, it becomes *detached*: unreachable, with its id, slots, keys and tokens as they were until
     its last user lets go.

@@ -23,7 +23,7 @@ using kvstore::Key128;
 using kvstore::RadixTree;
 using kvstore::Removed;
 
-using InputArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using InputArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::device::cpu>;
 
 // Below about 200 us of work, getting the GIL back costs more than keeping it.
 constexpr size_t kReleaseGilTokens = 16384;
@@ -38,7 +38,24 @@ class GilPolicy {
   std::optional<nb::gil_scoped_release> release_;
 };
 
-IdSpan View(const InputArray& array) { return IdSpan{array.data(), array.size()}; }
+// The values of an array, in place; those of a strided one (such as ids[::-1]) are gathered.
+class View {
+ public:
+  explicit View(const InputArray& array) : span_{array.data(), array.size()} {
+    if (array.size() < 2 || array.stride(0) == 1) return;
+    gathered_.reserve(array.size());
+    for (size_t i = 0; i < array.size(); ++i) gathered_.push_back(array(i));
+    span_.data = gathered_.data();
+  }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+  operator IdSpan() const { return span_; }
+
+ private:
+  IdSpan span_;
+  kvstore::Ids gathered_;
+};
 
 Key128 AsKey(const nb::bytes& bytes, const char* error) {
   Key128 key;

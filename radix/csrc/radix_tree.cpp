@@ -199,22 +199,26 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
   for (uint32_t id : ids) {
     if (FindUsed(id) == nullptr) continue;  // named twice, and gone by now
     Block& block = blocks_[id];
-    const bool was_leaving = block.leaves(index);
-    block.leaving &= static_cast<uint8_t>(~(1u << index));
-    if (block.holds > 0 || !was_leaving) {
+    if (!block.leaves(index)) {
       ++removed.kept;
-      if (was_leaving && block.state == BlockState::kAttached) BecomeResident(id, index);
-    } else if (block.state == BlockState::kDetached) {
-      if (!block.in_use()) FreeDetached(id, &removed);
-    } else if (block.slot[1 - index] != kNoSlot) {
-      displaced.push_back(id);
-    } else {
-      last_copies.push_back(id);
+      continue;
     }
-  }
-  for (uint32_t id : displaced) {
-    removed.slots[index].push_back(std::exchange(blocks_[id].slot[index], kNoSlot));
-    --tier_blocks_[index];
+    block.leaving &= static_cast<uint8_t>(~(1u << index));
+    const bool is_attached = block.state == BlockState::kAttached;
+    if (is_attached && block.holds == 0 && block.slot[1 - index] != kNoSlot) {
+      removed.slots[index].push_back(std::exchange(block.slot[index], kNoSlot));
+      --tier_blocks_[index];
+      displaced.push_back(id);
+      continue;
+    }
+    if (is_attached) BecomeResident(id, index);
+    if (block.holds > 0) {
+      ++removed.kept;
+    } else if (is_attached) {
+      last_copies.push_back(id);
+    } else if (!block.in_use()) {
+      FreeDetached(id, &removed);
+    }
   }
   const std::vector<Key128> keys = Keys(IdSpan{displaced.data(), displaced.size()});
   for (size_t row = 0; row < displaced.size(); ++row) removed.displaced_keys.push_back(keys[2 * row + 1]);
