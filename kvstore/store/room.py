@@ -90,7 +90,7 @@ class RoomMaker:
             if space.disk is not None:
                 with self._index.lock:
                     alone = ids[space.tree.slots(ids, Tier.DISK) == NO_SLOT]
-                self._copy_to_disk(space, alone[::-1])
+                self._copy_to_disk(space, alone[::-1].copy())
         finally:
             with self._index.lock:
                 freed = space.evict(ids, Tier.HOST)
@@ -157,12 +157,12 @@ class RoomMaker:
     def _drop_unclaimed(self) -> bool:
         """Give up what an earlier run left of a namespace that nobody has used since."""
         disk = self._index.disk
-        unclaimed = self._index.unclaimed_namespaces()
+        unclaimed = disk.recovered_namespaces() if disk is not None else []
         if disk is None or not unclaimed:
             return False
-        ns_id, part_sizes, block_tokens = unclaimed[0]
-        pool = disk.pool(ns_id, part_sizes, block_tokens)
-        pool.free(np.array([block.slot for block in disk.recovered(ns_id)], dtype=np.uint32))
+        found = unclaimed[0]
+        pool = disk.pool(found.ns_id, found.part_sizes, found.block_tokens)
+        pool.free(np.array([block.slot for block in disk.recovered(found.ns_id)], dtype=np.uint32))
         for slot_range in pool.ranges():
             pool.give_back(slot_range)
         return True

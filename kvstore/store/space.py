@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstore.events import EventLog
-    from kvstore.tiers.disk import DiskPool
+    from kvstore.tiers.disk_pool import DiskPool
     from kvstore.tiers.host import HostPool
     from kvstore.types import BlockIds, KvLayout, Root, Slots
 
