@@ -304,6 +304,11 @@ def user_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "kvstore"
 
 
+def quiet_grpc() -> None:
+    """Keep gRPC's native code from writing its own lines on stderr. For our own processes, before grpc is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def _walk(section: type[Any], prefix: str) -> Iterator[Setting]:
     for item in fields(section):
         if "rule" in item.metadata:

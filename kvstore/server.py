@@ -57,7 +57,7 @@ def run(config: Config, *, ready: TextIO) -> None:
         registry = make_registry(store.stats, server, calls, __version__)
         address = config.server.metrics_address
         page = stack.enter_context(contextlib.closing(MetricsPage(registry, address))) if address else None
-        uvloop.run(_serve(config, server, page, ready))
+        uvloop.run(_serve(config, store, server, page, ready))
     logger.info("stopped")
 
 
@@ -71,29 +71,23 @@ def host_bytes(config: Config) -> int:
 
 
 def _open(config: Config) -> Store:
-    host_capacity_bytes = host_bytes(config)
-    store = open_store(
+    return open_store(
         config.data_dir or None,
-        host_bytes=host_capacity_bytes,
+        host_bytes=host_bytes(config),
         disk_bytes=config.disk_bytes,
         settings=StoreSettings(events_bytes=config.events.capacity_bytes, **asdict(config.store)),
     )
-    logger.info(
-        "opened: data_dir=%s host_bytes=%s disk_bytes=%s",
-        config.data_dir or "none",
-        format_size(host_capacity_bytes),
-        format_size(config.disk_bytes),
-    )
-    return store
 
 
-async def _serve(config: Config, server: GrpcServer, page: MetricsPage | None, ready: TextIO) -> None:
+async def _serve(config: Config, store: Store, server: GrpcServer, page: MetricsPage | None, ready: TextIO) -> None:
     stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, _on_first_signal, loop, stop_asked)
     listen = await server.start()
     metrics = None if page is None else page.address
+    for name, tier in store.stats().tiers.items():
+        logger.info("tier ready: tier=%s capacity=%s blocks=%d", name, format_size(tier.capacity_bytes), tier.blocks)
     logger.info("serving: listen=%s metrics=%s version=%s", ",".join(listen), metrics or "none", __version__)
     ready.write(json.dumps({"ready": True, "pid": os.getpid(), "listen": listen, "metrics": metrics}) + "\n")
     ready.flush()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvstore.cli.output import ExitCode
 from kvstore.cli.parser import SERVE_FLAGS
 from kvstore.cli.settings import assignments
-from kvstore.config import load_config, user_cache_dir
+from kvstore.config import load_config, quiet_grpc, user_cache_dir
 
 if TYPE_CHECKING:
     import argparse
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Run the sidecar until a signal."""
+    quiet_grpc()
     from kvstore.server import run
 
     flags = {key: getattr(arguments, name) for name, key in SERVE_FLAGS.items() if getattr(arguments, name) is not None}
