@@ -126,13 +126,15 @@ def pin_to_proto(pin: Pin) -> admin_service_pb2.PinResponse:
     """A pin, its end in whole nanoseconds."""
     message = admin_service_pb2.PinResponse(pin_id=pin.pin_id, blocks=pin.blocks)
     if pin.expires_unix_seconds is not None:
-        message.expires.FromNanoseconds(round(pin.expires_unix_seconds * 1e9))
+        whole = int(pin.expires_unix_seconds)
+        message.expires.seconds = whole
+        message.expires.nanos = int((pin.expires_unix_seconds - whole) * 1e9)
     return message
 
 
 def pin_from_proto(message: admin_service_pb2.PinResponse) -> Pin:
     """A pin."""
-    expires = message.expires.ToNanoseconds() / 1e9 if message.HasField("expires") else None
+    expires = message.expires.seconds + message.expires.nanos / 1e9 if message.HasField("expires") else None
     return Pin(message.pin_id, message.blocks, expires)
 
 

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError
+from kvstore.transport.limits import ServiceLimits
+from kvstore.transport.session import Holdings, Session, SessionTable
+from kvstore.transport.status import UnknownSessionError
+from kvstore.types import KvLayout, Namespace
+
+LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=1, dtype="int8")
+NAMESPACE = Namespace(model="m", revision="r", layout=LAYOUT)
+
+
+def holdings(ended: list[str], limit: int = 2) -> Holdings[str]:
+    return Holdings("lease", limit, ended.append)
+
+
+def test_what_is_held_ends_once():
+    ended: list[str] = []
+    held = holdings(ended)
+    first, _ = held.open(lambda: "a", LAYOUT)
+    assert held.get(first).handle == "a"
+    held.end(first)
+    held.end(first)
+    assert ended == ["a"]
+    with pytest.raises(ClosedError, match=f"lease {first}"):
+        held.get(first)
+
+
+def test_the_limit_is_checked_before_anything_is_acquired():
+    held = holdings([], limit=1)
+    held.open(lambda: "a", LAYOUT)
+    with pytest.raises(NoSpaceError, match="1 lease"):
+        held.open(lambda: pytest.fail("acquired beyond the limit"), LAYOUT)
+
+
+def test_a_failed_acquisition_takes_no_place():
+    held = holdings([], limit=1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            held.open(lambda: str(1 // 0), LAYOUT)
+    assert held.open(lambda: "a", LAYOUT)[1] == "a"
+
+
+def test_what_is_taken_does_not_end_with_the_session():
+    ended: list[str] = []
+    held = holdings(ended)
+    first, _ = held.open(lambda: "a", LAYOUT)
+    assert held.take(first) == "a"
+    assert held.close() == 0
+    assert ended == []
+
+
+def test_what_is_acquired_while_the_session_ends_ends_too():
+    ended: list[str] = []
+    held = holdings(ended)
+    acquiring, go = threading.Event(), threading.Event()
+    problems: list[BaseException] = []
+
+    def acquire() -> str:
+        acquiring.set()
+        go.wait()
+        return "late"
+
+    def open_one() -> None:
+        try:
+            held.open(acquire, LAYOUT)
+        except UnknownSessionError as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=open_one)
+    thread.start()
+    acquiring.wait()
+    held.close()
+    go.set()
+    thread.join()
+    assert ended == ["late"]
+    assert len(problems) == 1
+
+
+def test_one_that_fails_to_end_is_counted_and_the_others_end(caplog: pytest.LogCaptureFixture):
+    ended: list[str] = []
+
+    def end(name: str) -> None:
+        if name == "bad":
+            raise ZeroDivisionError
+        ended.append(name)
+
+    held: Holdings[str] = Holdings("lease", 3, end)
+    for name in ("a", "bad", "b"):
+        held.open(lambda name=name: name, LAYOUT)
+    assert held.close() == 1
+    assert ended == ["a", "b"]
+    assert [record.getMessage() for record in caplog.records] == ["a lease could not be ended"]
+
+
+def test_namespaces_are_known_to_their_session_only_and_limited():
+    session = Session(ServiceLimits(namespaces_per_session=1))
+    session.open_namespace(b"a" * 16, NAMESPACE)
+    session.open_namespace(b"a" * 16, NAMESPACE)
+    assert session.namespace(b"a" * 16) is NAMESPACE
+    with pytest.raises(NoSpaceError):
+        session.open_namespace(b"b" * 16, NAMESPACE)
+    with pytest.raises(ClosedError, match="OpenNamespace"):
+        session.namespace(b"b" * 16)
+    with pytest.raises(InvalidArgumentError, match="3 bytes"):
+        session.namespace(b"abc")
+
+
+def test_sessions_are_limited_and_forgotten():
+    table = SessionTable(ServiceLimits(sessions=1))
+    session = table.open()
+    assert table.get(session.session_id) is session
+    with pytest.raises(NoSpaceError):
+        table.open()
+    table.remove(session)
+    with pytest.raises(UnknownSessionError):
+        table.get(session.session_id)
+    other = table.open()
+    assert other.session_id != session.session_id
+    assert other.challenge != session.challenge
