@@ -55,10 +55,11 @@ class RadixTree:
     """A compressed radix tree over the token ids of one namespace, with a root for each 16-byte root key.
 
     Blocks are named by uint32 ids, which stay the same until the block is freed and are reused afterwards. All token
-    and id arguments are flat uint32 arrays (strided ones are copied); results are fresh arrays. A block is *staged* while it has no slot
-    in any tier, and invisible to `match`. It is in use while it is leased, or taken as a victim and not yet evicted;
-    removed while in use, it becomes *detached*: unreachable, with its id, slots, keys and tokens as they were until
-    its last user lets go.
+    and id arguments are flat uint32 arrays (strided ones are copied); results are fresh arrays.
+
+    A block is *staged* while it has no slot in any tier, and invisible to `match`. It is *in use* while it is leased,
+    or taken as a victim and not yet evicted. Removed while in use it becomes *detached*: unreachable, with its id,
+    slots, keys and tokens as they were until its last user lets go.
 
     Callers lease, release and touch prefixes only, so holds and ticks never grow from the root towards a leaf.
 

@@ -1,0 +1,237 @@
+"""The native tree and its naive model do the same things and must give the same answers."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
+from kvstore.testing.model import TIERS, ModelRemoved, ModelTree
+
+NS_KEY = b"model namespace!"
+ROOTS = (b"root-a".ljust(16, b"."), b"root-b".ljust(16, b"."))
+SLOT_SPACE = 4096
+
+roots = st.sampled_from(ROOTS)
+tiers = st.sampled_from(TIERS)
+ticks = st.integers(0, 7)
+prompts = st.lists(st.integers(0, 2), max_size=7)
+depths = st.integers(0, 5)
+picks = st.integers(0, 2**16)
+
+
+def ids_array(ids: list[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.uint32)
+
+
+class RadixComparison(RuleBasedStateMachine):
+    @initialize(block_tokens=st.integers(1, 3), hash_bits=st.sampled_from([0, 2, 32]))
+    def start(self, block_tokens: int, hash_bits: int) -> None:
+        self.tree = RadixTree(block_tokens, ns_key=NS_KEY, hash_seed=0x5EED, hash_bits=hash_bits)
+        self.model = ModelTree(block_tokens, ns_key=NS_KEY)
+        self.native_of: dict[int, int] = {}
+        self.slots_handed_out = 0
+        self.slots_outside = {tier: set() for tier in TIERS}
+        self.stages: list[tuple[int, list[int]]] = []
+        self.leases: list[list[int]] = []
+        self.evictions: list[tuple[list[int], object]] = []
+
+    # All lists of ids below are the model's; `native` translates them.
+
+    def native(self, ids: list[int]) -> np.ndarray:
+        return ids_array([self.native_of[block_id] for block_id in ids])
+
+    def tokens(self, blocks: list[int]) -> list[int]:
+        """Each symbol of a prompt becomes one block; the trailing token makes a partial one."""
+        pad = [9] * (self.tree.block_tokens - 1)
+        return [token for symbol in blocks for token in [*pad, symbol]] + [7] * (self.tree.block_tokens > 1)
+
+    def new_slots(self, tier: object, count: int) -> list[int]:
+        """Fresh slots whose order says nothing about the order of the blocks."""
+        slots = [(self.slots_handed_out + i) * 1597 % SLOT_SPACE for i in range(count)]
+        self.slots_handed_out += count
+        self.slots_outside[tier].update(slots)
+        return slots
+
+    def compare_removed(self, removed: Removed, expected: ModelRemoved) -> None:
+        assert (expected.blocks, expected.kept) == (removed.blocks, removed.kept)
+        for tier in TIERS:
+            assert sorted(expected.slots[tier]) == sorted(removed.slots(tier).tolist())
+            self.slots_outside[tier].update(expected.slots[tier])
+        assert sorted(expected.displaced_keys) == sorted(row.tobytes() for row in removed.displaced_keys)
+        assert sorted(expected.dropped_keys) == sorted(row.tobytes() for row in removed.dropped_keys)
+
+    def place(self, ids: list[int], tier: object) -> None:
+        slots = self.new_slots(tier, len(ids))
+        expected = self.model.place(ids, tier, slots)
+        assert expected == self.tree.place(self.native(ids), tier, ids_array(slots)).tolist()
+        self.slots_outside[tier] -= {slot for slot, placed in zip(slots, expected, strict=True) if placed}
+
+    @rule(root=roots, prompt=prompts, from_block=st.integers(0, 3), tick=ticks)
+    def stage(self, root: bytes, prompt: list[int], from_block: int, tick: int) -> None:
+        tokens = self.tokens(prompt)
+        existing, ids = self.model.stage(root, tokens, from_block, tick)
+        native_existing, native_ids = self.tree.stage(root, ids_array(tokens), from_block, tick)
+        assert (existing, len(ids)) == (native_existing, len(native_ids))
+        if not ids:
+            return
+        assert self.native(ids[:existing]).tolist() == native_ids[:existing].tolist()
+        live = {self.native_of[block_id] for block_id in self.model.blocks if block_id in self.native_of}
+        assert live.isdisjoint(native_ids[existing:].tolist())
+        self.native_of.update(zip(ids, native_ids.tolist(), strict=True))
+        self.stages.append((existing, ids))
+
+    @precondition(lambda self: self.stages)
+    @rule(pick=picks, tier=tiers, first=st.integers(0, 2), count=depths)
+    def place_staged(self, pick: int, tier: object, first: int, count: int) -> None:
+        existing, ids = self.stages[pick % len(self.stages)]
+        begin = max(0, existing + first - 1)
+        self.place(ids[begin : begin + count], tier)
+
+    @precondition(lambda self: self.stages)
+    @rule(pick=picks, tier=tiers)
+    def commit(self, pick: int, tier: object) -> None:
+        existing, ids = self.stages.pop(pick % len(self.stages))
+        self.place(ids[existing:], tier)
+        self.compare_removed(self.tree.release(self.native(ids)), self.model.release(ids))
+
+    @precondition(lambda self: self.stages)
+    @rule(pick=picks)
+    def release_stage(self, pick: int) -> None:
+        _, ids = self.stages.pop(pick % len(self.stages))
+        self.compare_removed(self.tree.release(self.native(ids)), self.model.release(ids))
+
+    @rule(root=roots, prompt=prompts, length=st.integers(1, 7), tick=ticks)
+    def match_touch_and_lease(self, root: bytes, prompt: list[int], length: int, tick: int) -> None:
+        tokens = self.tokens(prompt)
+        ids = self.model.match(root, tokens)
+        assert self.native(ids).tolist() == self.tree.match(root, ids_array(tokens)).tolist()
+        self.model.touch(ids[:length], tick)
+        self.tree.touch(self.native(ids[:length]), tick)
+        self.model.lease(ids[:length])
+        self.tree.lease(self.native(ids[:length]))
+        self.leases.append(ids[:length])
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks)
+    def release_lease(self, pick: int) -> None:
+        ids = self.leases.pop(pick % len(self.leases))
+        self.compare_removed(self.tree.release(self.native(ids)), self.model.release(ids))
+
+    @rule(tier=tiers, limit=st.integers(0, 6))
+    def take_victims(self, tier: object, limit: int) -> None:
+        ids = self.model.take_victims(tier, limit)
+        assert self.native(ids).tolist() == self.tree.take_victims(tier, limit).tolist()
+        self.evictions.append((ids, tier))
+
+    @rule(tier=tiers, first_slot=st.integers(0, SLOT_SPACE), slot_count=st.integers(0, SLOT_SPACE // 2))
+    def take_range(self, tier: object, first_slot: int, slot_count: int) -> None:
+        ids = self.model.take_range(tier, first_slot, slot_count)
+        assert self.native(ids).tolist() == self.tree.take_range(tier, first_slot, slot_count).tolist()
+        self.evictions.append((ids, tier))
+
+    @precondition(lambda self: self.evictions)
+    @rule(pick=picks, count=depths)
+    def place_victims_elsewhere(self, pick: int, count: int) -> None:
+        ids, tier = self.evictions[pick % len(self.evictions)]
+        other = TIERS[1 - TIERS.index(tier)]
+        self.place(ids[:count], other)
+
+    @precondition(lambda self: self.evictions)
+    @rule(pick=picks, order=st.sampled_from([1, -1]))
+    def evict(self, pick: int, order: int) -> None:
+        ids, tier = self.evictions.pop(pick % len(self.evictions))
+        ids = ids[::order]
+        self.compare_removed(self.tree.evict(self.native(ids), tier), self.model.evict(ids, tier))
+
+    @rule(pick=picks, tier=tiers)
+    def evict_what_is_no_victim(self, pick: int, tier: object) -> None:
+        live = [block_id for block_id, block in self.model.blocks.items() if tier not in block.leaving]
+        ids = live[pick % len(live) :][:2] if live else []
+        self.compare_removed(self.tree.evict(self.native(ids), tier), self.model.evict(ids, tier))
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(pick=picks, count=st.integers(1, 2))
+    def drop(self, pick: int, count: int) -> None:
+        live = list(self.model.blocks)
+        ids = [live[(pick + i * 5) % len(live)] for i in range(count)]
+        self.compare_removed(self.tree.drop(self.native(ids)), self.model.drop(ids))
+
+    @rule(root=roots, prompt=prompts, from_block=depths)
+    def drop_unheld(self, root: bytes, prompt: list[int], from_block: int) -> None:
+        tokens = self.tokens(prompt)
+        expected = self.model.drop_unheld(root, tokens, from_block)
+        self.compare_removed(self.tree.drop_unheld(root, ids_array(tokens), from_block), expected)
+
+    @precondition(lambda self: self.model.block_count > 6)
+    @rule()
+    def clear(self) -> None:
+        self.compare_removed(self.tree.clear(), self.model.clear())
+
+    @rule(tier=tiers, limit=st.integers(0, 10))
+    def missing_in(self, tier: object, limit: int) -> None:
+        source = TIERS[1 - TIERS.index(tier)]
+        expected = self.model.missing_in(tier, source)
+        model_of = {native: block_id for block_id, native in self.native_of.items() if block_id in self.model.blocks}
+        found = [model_of[native] for native in self.tree.missing_in(tier, source, limit).tolist()]
+        assert min(limit, len(expected)) == len(found) == len(set(found))
+        assert set(found) <= set(expected)
+        for index, block_id in enumerate(found):
+            root, path = self.model.blocks[block_id].path
+            ancestors = {
+                other
+                for other in expected
+                if self.model.blocks[other].path[0] == root
+                and len(self.model.blocks[other].path[1]) < len(path)
+                and self.model.blocks[other].path[1] == path[: len(self.model.blocks[other].path[1])]
+            }
+            assert ancestors <= set(found[:index])
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert [] == self.tree.check_integrity()
+        assert self.model.block_count == self.tree.block_count
+        assert self.model.node_count == self.tree.node_count
+        assert self.model.root_count == self.tree.root_count
+        for tier in TIERS:
+            assert self.model.tier_blocks(tier) == self.tree.tier_blocks(tier)
+            assert self.model.coldest_tick(tier) == self.tree.coldest_tick(tier)
+
+    @invariant()
+    def blocks_agree(self) -> None:
+        live = list(self.model.blocks)
+        native = self.native(live)
+        keys = self.tree.keys(native)
+        tokens = self.tree.tokens(native)
+        slots = {tier: self.tree.slots(native, tier) for tier in TIERS}
+        for row, block_id in enumerate(live):
+            block = self.model.blocks[block_id]
+            assert self.model.keys(block_id) == (keys[row, 0].tobytes(), keys[row, 1].tobytes())
+            assert block.path[1][-1] == tuple(tokens[row].tolist())
+            assert block.path[0] == self.tree.root_of(int(native[row]))
+            for tier in TIERS:
+                assert block.slots.get(tier, NO_SLOT) == slots[tier][row]
+
+    @invariant()
+    def no_slot_is_lost_or_shared(self) -> None:
+        for tier in TIERS:
+            inside = [block.slots[tier] for block in self.model.blocks.values() if tier in block.slots]
+            assert len(inside) == len(set(inside))
+            assert self.slots_outside[tier].isdisjoint(inside)
+
+    def teardown(self) -> None:
+        """When all users have let go and all is cleared, nothing is left."""
+        if not hasattr(self, "tree"):
+            return
+        for ids, tier in self.evictions:
+            self.compare_removed(self.tree.evict(self.native(ids), tier), self.model.evict(ids, tier))
+        for ids in [*self.leases, *(ids for _, ids in self.stages)]:
+            self.compare_removed(self.tree.release(self.native(ids)), self.model.release(ids))
+        self.compare_removed(self.tree.clear(), self.model.clear())
+        assert not self.model.blocks
+        assert (0, 0, 0) == (self.tree.block_count, self.tree.node_count, self.tree.root_count)
+        assert [] == self.tree.check_integrity()
+
+
+TestRadixComparison = RadixComparison.TestCase
+TestRadixComparison.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -1,0 +1,221 @@
+"""The whole embedded store against a set of prefixes, over random steps, restarts included.
+
+With ample room every answer is known exactly. In a tight store blocks may leave at any time; then what is found must
+still be right, prefix-closed and no more than was stored, and nothing may leak.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TypeAlias
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import kvstore
+from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
+from kvstore.types import KvLayout, Namespace, Root
+
+BLOCK_TOKENS = 2
+LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=256, dtype="int8", block_tokens=BLOCK_TOKENS)  # 1 KiB a block
+NAMESPACES = tuple(Namespace(model=name, revision="r", layout=LAYOUT) for name in ("a", "b"))
+ROOTS = (Root(), Root(salt="x"))
+MIB = 1 << 20
+
+Prefix: TypeAlias = tuple[int, ...]
+Place: TypeAlias = tuple[Namespace, Root]
+places = st.tuples(st.sampled_from(NAMESPACES), st.sampled_from(ROOTS))
+prompts = st.lists(st.integers(0, 1), max_size=13)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A store with room for everything: the model is the set of stored prefixes of each root."""
+
+    host_bytes = 8 * MIB
+    disk_bytes = 64 * MIB
+    stretch = 1  # how often a prompt is repeated to make it longer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp(prefix="kvstore-model-"))
+        self.stored: dict[Place, set[Prefix]] = {(ns, root): set() for ns in NAMESPACES for root in ROOTS}
+        self.open()
+
+    def open(self) -> None:
+        self.store = kvstore.open(self.path, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
+        self.leases: list[tuple[kvstore.Lease, Place, list[int]]] = []
+        self.pins: list[tuple[int, Place, Prefix]] = []
+
+    def teardown(self) -> None:
+        self.end_holds()
+        for namespace in NAMESPACES:
+            self.store.clear(namespace)
+        assert self.store.stats().tiers["host"].used_bytes == 0
+        assert self.store.stats().tiers["disk"].blocks == 0
+        self.store.close()
+        shutil.rmtree(self.path)
+
+    def end_holds(self) -> None:
+        for lease, _, _ in self.leases:
+            lease.release()
+        for pin_id, _, _ in self.pins:
+            self.store.unpin(pin_id)
+
+    def prompt(self, tokens: list[int]) -> list[int]:
+        return [token + 10 * turn for turn in range(self.stretch) for token in tokens]
+
+    def depth(self, place: Place, tokens: list[int]) -> int:
+        blocks = 0
+        while tuple(tokens[: (blocks + 1) * BLOCK_TOKENS]) in self.stored[place]:
+            blocks += 1
+        return blocks
+
+    def check_found(self, found: int, place: Place, tokens: list[int]) -> None:
+        assert found == self.depth(place, tokens)
+
+    @rule(place=places, tokens=prompts)
+    def store_whole(self, place: Place, tokens: list[int]) -> None:
+        prompt = self.prompt(tokens)
+        namespace, root = place
+        store_prompt(self.store, namespace, prompt, root=root)
+        self.remember(place, prompt, len(prompt) // BLOCK_TOKENS)
+        self.check_found(verified_blocks(self.store, namespace, prompt, root=root), place, prompt)
+
+    @rule(place=places, tokens=prompts, written=st.integers(0, 13))
+    def store_partly(self, place: Place, tokens: list[int], written: int) -> None:
+        prompt = self.prompt(tokens)
+        namespace, root = place
+        with self.store.stage(namespace, prompt, root=root) as stage:
+            rows = expected_rows(namespace, prompt, root)
+            stage.write_from(rows[:written])
+            ended = min(stage.from_block + stage.blocks, written)
+        self.remember(place, prompt, max(ended, 0))
+
+    @rule(place=places, tokens=prompts)
+    def abort(self, place: Place, tokens: list[int]) -> None:
+        prompt = self.prompt(tokens)
+        namespace, root = place
+        stage = self.store.stage(namespace, prompt, root=root)
+        stage.write_from(expected_rows(namespace, prompt, root))
+        stage.abort()
+
+    def remember(self, place: Place, prompt: list[int], blocks: int) -> None:
+        self.stored[place] |= {tuple(prompt[: end * BLOCK_TOKENS]) for end in range(1, blocks + 1)}
+
+    @rule(place=places, tokens=prompts)
+    def load(self, place: Place, tokens: list[int]) -> None:
+        prompt = self.prompt(tokens)
+        namespace, root = place
+        self.check_found(self.store.match(namespace, prompt, root=root).blocks, place, prompt)
+        self.check_found(verified_blocks(self.store, namespace, prompt, root=root), place, prompt)
+
+    @rule(place=places, tokens=prompts)
+    def lease(self, place: Place, tokens: list[int]) -> None:
+        prompt = self.prompt(tokens)
+        lease = self.store.lease(self.store.match(place[0], prompt, root=place[1]))
+        self.leases.append((lease, place, prompt))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def read_and_release(self, data: st.DataObject) -> None:
+        lease, (namespace, root), prompt = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        rows = bytearray(lease.blocks * LAYOUT.block_bytes)
+        assert lease.load_into(rows).blocks == lease.blocks
+        assert rows == expected_rows(namespace, prompt, root)[: lease.blocks].tobytes()
+        lease.release()
+
+    @rule(place=places, tokens=prompts)
+    def pin(self, place: Place, tokens: list[int]) -> None:
+        prompt = self.prompt(tokens)
+        pin = self.store.pin(place[0], prompt, root=place[1])
+        self.pins.append((pin.pin_id, place, tuple(prompt[: pin.blocks * BLOCK_TOKENS])))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin_id, _, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        assert self.store.unpin(pin_id)
+
+    @rule(place=places, tokens=prompts, from_block=st.integers(0, 4))
+    def evict(self, place: Place, tokens: list[int], from_block: int) -> None:
+        prompt = self.prompt(tokens)
+        dropped = self.store.evict(place[0], prompt, root=place[1], from_block=from_block)
+        head = tuple(prompt[: (from_block + 1) * BLOCK_TOKENS])
+        doomed: set[Prefix] = set()
+        if self.depth(place, prompt) > from_block:
+            doomed = {prefix for prefix in self.stored[place] if prefix[: len(head)] == head} - self.held(place)
+        self.stored[place] -= doomed
+        self.check_dropped(dropped, len(doomed))
+
+    def check_dropped(self, dropped: int, expected: int) -> None:
+        assert dropped == expected
+
+    def held(self, place: Place) -> set[Prefix]:
+        """Every prefix under a lease or pin of blocks that are still in the store."""
+        tops = [tuple(prompt[: lease.blocks * BLOCK_TOKENS]) for lease, where, prompt in self.leases if where == place]
+        tops += [prefix for _, where, prefix in self.pins if where == place]
+        return {top[:end] for top in tops for end in range(BLOCK_TOKENS, len(top) + 1, BLOCK_TOKENS)}
+
+    @precondition(lambda self: not self.leases)
+    @rule(namespace=st.sampled_from(NAMESPACES))
+    def clear(self, namespace: Namespace) -> None:
+        expected = sum(len(prefixes) for (ns, _), prefixes in self.stored.items() if ns == namespace)
+        self.check_dropped(self.store.clear(namespace), expected)
+        self.pins = [pin for pin in self.pins if pin[1][0] != namespace]
+        for root in ROOTS:
+            self.stored[namespace, root].clear()
+
+    @rule()
+    def flush(self) -> None:
+        self.store.flush()
+
+    @rule()
+    def restart(self) -> None:
+        self.end_holds()
+        self.store.close()
+        self.open()
+
+    @invariant()
+    def every_tree_is_sound(self) -> None:
+        for space in self.store._index.spaces():
+            assert space.tree.check_integrity() == []
+
+    @invariant()
+    def tiers_and_index_agree(self) -> None:
+        stats = self.store.stats()
+        assert stats.tiers["host"].used_bytes >= stats.tiers["host"].blocks * LAYOUT.block_bytes
+        for tier in stats.tiers.values():
+            assert tier.used_bytes <= tier.capacity_bytes
+        assert (stats.stages, stats.corrupt_blocks) == (0, 0)
+
+
+class TightStoreMachine(StoreMachine):
+    """A store in which almost nothing has room: blocks leave host memory, then the disk, all the time."""
+
+    host_bytes = 48 * 1024
+    disk_bytes = 512 * 1024
+    stretch = 4
+
+    def check_found(self, found: int, place: Place, tokens: list[int]) -> None:
+        assert found <= self.depth(place, tokens)
+
+    def check_dropped(self, dropped: int, expected: int) -> None:
+        assert dropped <= expected
+
+    @precondition(lambda self: len(self.pins) < 2)
+    @rule(place=places, tokens=prompts)
+    def pin(self, place: Place, tokens: list[int]) -> None:
+        """Pins of a tight store reach their share soon; that they are refused then is tested elsewhere."""
+        prompt = self.prompt(tokens)[: 4 * BLOCK_TOKENS]
+        pin = self.store.pin(place[0], prompt, root=place[1])
+        self.pins.append((pin.pin_id, place, tuple(prompt[: pin.blocks * BLOCK_TOKENS])))
+
+
+COMMON = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestStore = StoreMachine.TestCase
+TestStore.settings = COMMON
+TestTightStore = TightStoreMachine.TestCase
+TestTightStore.settings = COMMON
