@@ -49,11 +49,6 @@ class Store:
         self._check_open()
         return self._index.namespace_id(namespace)
 
-    def namespace_id(self, namespace: Namespace) -> bytes:
-        """The 16-byte public name of a namespace here."""
-        self._check_open()
-        return self._index.space(namespace).ns_id
-
     def match(
         self,
         namespace: Namespace,

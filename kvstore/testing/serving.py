@@ -5,32 +5,68 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvstore.transport.limits import ServiceLimits
 from kvstore.transport.server import GrpcServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
 
     from kvstore.api import KvStore
-    from kvstore.transport.limits import NamespaceSecrets
+    from kvstore.transport.limits import CallObserver, NamespaceSecrets
+
+
+class ServedStore:
+    """Serves from construction to `stop`; the store stays its owner's. `addresses` have the real ports."""
+
+    def __init__(
+        self,
+        store: KvStore,
+        listen: Sequence[str] = ("127.0.0.1:0",),
+        *,
+        secrets: NamespaceSecrets | None = None,
+        limits: ServiceLimits | None = None,
+        observer: CallObserver | None = None,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="served-store")
+        self._thread.start()
+        self.server = GrpcServer(
+            store, listen=listen, secrets=secrets or {}, limits=limits or ServiceLimits(), observer=observer
+        )
+        try:
+            self.addresses = asyncio.run_coroutine_threadsafe(self.server.start(), self._loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def stop(self, grace_seconds: float = 0.0) -> None:
+        """Stop the server and its thread; idempotent."""
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self.server.stop(grace_seconds), self._loop).result()
+            self._end_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _end_loop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 @contextmanager
 def served(
     store: KvStore, listen: str, *, secrets: NamespaceSecrets, limits: ServiceLimits | None = None
 ) -> Iterator[str]:
-    """Serve `store` on `listen` while the block runs; gives the bound address. The store stays the caller's."""
-    loop = asyncio.new_event_loop()
-    server = GrpcServer(store, listen=[listen], secrets=secrets, limits=limits or ServiceLimits(), observer=None)
-    thread = threading.Thread(target=loop.run_forever, name="served")
-    thread.start()
-    try:
-        (address,) = asyncio.run_coroutine_threadsafe(server.start(), loop).result()
-        yield address
-        asyncio.run_coroutine_threadsafe(server.stop(1.0), loop).result()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    """Serve `store` on `listen` while the block runs; gives the bound address."""
+    with ServedStore(store, [listen], secrets=secrets, limits=limits) as running:
+        yield running.addresses[0]
