@@ -144,7 +144,7 @@ class DiskPool:
         generation = self.generation
         self._vacate(slots)
 
-        def write_piece(piece: SlotRun[Slab]) -> tuple[list[int], list[bytes] | None]:
+        def write_piece(piece: SlotRun[Slab]) -> tuple[list[int], list[bytes | None]]:
             occupants = [
                 Occupant(identity, self._services.next_sequence(), generation) for identity in identities[piece.places]
             ]
@@ -156,10 +156,10 @@ class DiskPool:
         rows: list[tuple[bytes, bytes]] = []
         outcomes = self._transfer.map(write_piece, pieces)
         for piece, (_, headers) in zip(pieces, outcomes, strict=True):
-            rows.extend(zip(_row_keys(piece), headers or (), strict=False))
-            stored[piece.places] = headers is not None
+            rows.extend((key, header) for key, header in zip(_row_keys(piece), headers, strict=True) if header)
+            stored[piece.places] = [header is not None for header in headers]
         if rows and not self._services.manifest.put(rows):
-            self._services.faults.add(DiskFault.INDEX_FULL)
+            self._services.faults.add(DiskFault.INDEX_FULL, len(rows))
             stored[:] = False
         for piece, (sequences, _) in zip(pieces, outcomes, strict=True):
             piece.holder.sequences[piece.indices] = np.where(stored[piece.places], sequences, 0)
@@ -231,7 +231,7 @@ class DiskPool:
                 run.holder.sequences[run.indices] = 0
         # A row that stays is harmless: the slot's header will not match it.
         if keys and not self._services.manifest.delete(keys):
-            self._services.faults.add(DiskFault.INDEX_FULL)
+            self._services.faults.add(DiskFault.INDEX_FULL, len(keys))
 
     def _erase(self, piece: SlotRun[Slab]) -> Mask:
         return self._transfer.erase(piece.holder, range(piece.index, piece.index + piece.count))

@@ -8,7 +8,7 @@ from collections import Counter
 
 
 class DiskFault(enum.StrEnum):
-    """Kinds of disk faults; each one was a miss or a refused store, never an exception."""
+    """Kinds of disk faults; in blocks where a block is concerned. Each was a miss or a refused store."""
 
     READ_ERROR = "read_error"
     SHORT_READ = "short_read"

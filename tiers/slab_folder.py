@@ -27,7 +27,7 @@ FREE_FLOOR_BYTES = 64 << 20
 METADATA_BYTES = 128 << 10
 
 _NAME = re.compile(r"slab-(\d{8,10})\.kvs")
-_NAME_UNFINISHED = re.compile(r"slab-\d{8,10}\.kvs\.new|probe")
+_NAME_UNFINISHED = re.compile(r"slab-\d{8,10}\.kvs\.new")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -191,10 +191,16 @@ class SlabFolder:
         usual_count = max(1, usual_bytes // geometry.slot_bytes)
         left_bytes = self._left_bytes() - _charged_bytes(geometry, 0)
         count = max(0, min(usual_count, left_bytes // (_charged_bytes(geometry, 1) - _charged_bytes(geometry, 0))))
-        if count and self._io.space(self._path).free_bytes - slab_bytes(geometry, count) < self._free_floor_bytes:
+        if count and not self._fits_file_system(slab_bytes(geometry, count)):
             self._faults.add(DiskFault.FREE_FLOOR)
             return 0
         return count
+
+    def _fits_file_system(self, size_bytes: int) -> bool:
+        try:
+            return self._io.space(self._path).free_bytes - size_bytes >= self._free_floor_bytes
+        except OSError:
+            return False
 
     def _left_bytes(self) -> int:
         return self.capacity_bytes - METADATA_BYTES - self._row_bytes - self._file_bytes

@@ -75,10 +75,10 @@ class SlotMap:
         return SlotRange(first, count)
 
     def remove(self, slot_range: SlotRange) -> bool:
-        """Drop a range if all its slots are free; false and unchanged otherwise."""
-        item = self._range_of(slot_range.first)
-        assert SlotRange(item.first, item.count) == slot_range, slot_range
-        if item.free_count != item.count:
+        """Drop a range if it is there and all its slots are free; false and unchanged otherwise."""
+        whole = (slot_range.first, slot_range.count, slot_range.count)
+        item = next((item for item in self._ranges if (item.first, item.count, item.free_count) == whole), None)
+        if item is None:
             return False
         self._ranges.remove(item)
         self._free_count -= item.count

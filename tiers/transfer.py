@@ -34,6 +34,10 @@ Job = TypeVar("Job")
 Outcome = TypeVar("Outcome")
 
 
+class _ShortWriteError(OSError):
+    """The system wrote less than it was given."""
+
+
 @dataclass(frozen=True, slots=True)
 class Occupant:
     """The block in a slot, the write that put it there, and the clear generation it belongs to."""
@@ -84,33 +88,29 @@ class SlotTransfer:
 
     def write(
         self, slab: Slab, index: int, occupants: Sequence[Occupant], sources: Sequence[Sequence[Bytes1D]]
-    ) -> list[bytes] | None:
+    ) -> list[bytes | None]:
         """Write blocks into the slots from `index` on; sources[i] has one array for each part of block i.
 
-        Returns their packed headers of part 0, or None if any failed.
+        Returns the packed header of part 0 of each block, None where the block was not written.
         """
-        slot_bytes = slab.geometry.slot_bytes
-        slots = slice(index, index + len(occupants))
-        slab.written[slots] = True
         try:
-            with self._buffers.lend(len(occupants) * slot_bytes) as buffer:
-                headers = [
-                    _lay_out(slab, index + position, occupant, parts, span)
-                    for position, (occupant, parts, span) in enumerate(
-                        zip(occupants, sources, buffer.reshape(-1, slot_bytes), strict=True)
-                    )
-                ]
-                whole = self._io.write(slab.fd, buffer, slab.slot_offset(index)) == len(buffer)
+            return self._write_together(slab, index, occupants, sources)
         except OSError as error:
             full = error.errno in _NO_SPACE
-            self._faults.add(DiskFault.NO_SPACE if full else DiskFault.WRITE_ERROR)
-            slab.suspect[slots] |= not full
-            return None
-        if not whole:
-            self._faults.add(DiskFault.SHORT_WRITE)
-            slab.suspect[slots] = True
-            return None
-        return headers
+            if full or len(occupants) == 1:
+                short = isinstance(error, _ShortWriteError)
+                fault = DiskFault.SHORT_WRITE if short else DiskFault.NO_SPACE if full else DiskFault.WRITE_ERROR
+                self._faults.add(fault, len(occupants))
+                slab.suspect[index : index + len(occupants)] |= not full
+                return [None] * len(occupants)
+        # One bad sector must not cost the neighbours that share its I/O; so in read().
+        return [
+            header
+            for position in range(len(occupants))
+            for header in self.write(
+                slab, index + position, occupants[position : position + 1], sources[position : position + 1]
+            )
+        ]
 
     def read(self, slab: Slab, index: int, occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]) -> Mask:
         """Read parts of the blocks in the slots from `index` on.
@@ -125,7 +125,6 @@ class SlotTransfer:
                 self._faults.add(DiskFault.READ_ERROR)
                 slab.suspect[index] = True
                 return np.zeros(1, dtype=np.bool_)
-        # One bad sector must not cost the neighbours that share its I/O.
         single = [
             self.read(slab, index + position, [occupant], rows[position : position + 1], parts)
             for position, occupant in enumerate(occupants)
@@ -184,6 +183,22 @@ class SlotTransfer:
                 return None
             return unpack_header(buffer[:got_bytes].data)
 
+    def _write_together(
+        self, slab: Slab, index: int, occupants: Sequence[Occupant], sources: Sequence[Sequence[Bytes1D]]
+    ) -> list[bytes | None]:
+        """One I/O for all blocks. Raises OSError if not all of it was written."""
+        slot_bytes = slab.geometry.slot_bytes
+        slab.written[index : index + len(occupants)] = True
+        with self._buffers.lend(len(occupants) * slot_bytes) as buffer:
+            spans = buffer.reshape(-1, slot_bytes)
+            headers: list[bytes | None] = [
+                _lay_out(slab, index + position, occupants[position], sources[position], spans[position])
+                for position in range(len(occupants))
+            ]
+            if self._io.write(slab.fd, buffer, slab.slot_offset(index)) != len(buffer):
+                raise _ShortWriteError(errno.EIO, "short write")
+        return headers
+
     def _read_together(
         self, slab: Slab, index: int, occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]
     ) -> Mask:
@@ -199,7 +214,7 @@ class SlotTransfer:
                 span = buffer[position * stride : (position + 1) * stride]
                 good[position] = self._take(slab, index + position, occupants[position], span, rows[position], parts)
         if whole_count < len(occupants):
-            self._faults.add(DiskFault.SHORT_READ)
+            self._faults.add(DiskFault.SHORT_READ, len(occupants) - whole_count)
             slab.suspect[index + whole_count : index + len(occupants)] = True
         return good
 
