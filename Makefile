@@ -95,10 +95,11 @@ $(TORCH_STAMP): | $(STAMPS)/venv
 	@$(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(TORCH_PIN)
 	@rm -f $(STAMPS)/torch-* && touch $@
 
-$(STAMPS)/packages: pyproject.toml $(TORCH_STAMP)
-	$(BIN)/pip install --quiet --constraint $(TORCH_PIN) --group dev
+$(STAMPS)/build-tools: pyproject.toml | $(STAMPS)/venv
+	$(BIN)/pip install --quiet --group build
 	@touch $@
 
-$(STAMPS)/install: $(STAMPS)/packages $(NATIVE)
-	$(BIN)/pip install --quiet --constraint $(TORCH_PIN) --no-build-isolation --editable '.[hf,demo]'
+# One call for everything, so that pip weighs all requirements against each other.
+$(STAMPS)/install: $(STAMPS)/build-tools $(TORCH_STAMP) $(NATIVE)
+	$(BIN)/pip install --quiet --constraint $(TORCH_PIN) --group dev --no-build-isolation --editable '.[hf,demo]'
 	@touch $@
