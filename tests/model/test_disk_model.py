@@ -1,0 +1,154 @@
+"""DiskPool against a dict: whatever happens to the disk, a block is read right or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.tiers.base import BlockIdentity
+from kvstore.tiers.disk import DiskTier
+
+NS = b"n" * 16
+PART_SIZES = (4096, 100)
+BLOCK_BYTES = sum(PART_SIZES)
+BLOCK_TOKENS = 4
+CAPACITY_BYTES = 1 << 20
+
+
+def identity(number: int) -> BlockIdentity:
+    tokens = np.full(BLOCK_TOKENS, number, dtype="<u4").tobytes()
+    return BlockIdentity(b"r" * 16, number.to_bytes(16, "big"), (number + 1).to_bytes(16, "big"), tokens)
+
+
+def row(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """`held` maps numbers of stored blocks to slots, `damaged` names blocks whose bytes were changed on disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp(prefix="kvstore-model-"))
+        self.held: dict[int, int] = {}
+        self.empty: set[int] = set()
+        self.damaged: set[int] = set()
+        self.next_number = 0
+        self.open()
+
+    def open(self) -> None:
+        self.tier = DiskTier.open(self.path, capacity_bytes=CAPACITY_BYTES, free_floor_bytes=0, io_threads=2)
+        self.pool = self.tier.pool(NS, PART_SIZES, BLOCK_TOKENS)
+
+    def teardown(self) -> None:
+        self.tier.close()
+        shutil.rmtree(self.path)
+
+    @rule(count=st.integers(1, 9))
+    def store(self, count: int) -> None:
+        slots = self.pool.allocate(count)
+        numbers = range(self.next_number, self.next_number + len(slots))
+        self.next_number += len(slots)
+        sources = [np.split(row(number), [PART_SIZES[0]]) for number in numbers]
+        assert self.pool.write(slots, [identity(number) for number in numbers], sources).all()
+        self.held |= dict(zip(numbers, slots.tolist(), strict=True))
+
+    @rule(count=st.integers(1, 3))
+    def allocate_without_writing(self, count: int) -> None:
+        self.empty |= set(self.pool.allocate(count).tolist())
+
+    @precondition(lambda self: self.held or self.empty)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from([*self.held.values(), *sorted(self.empty)]), unique=True))
+        self.pool.free(np.array(chosen, dtype=np.uint32))
+        self.empty -= set(chosen)
+        self.held = {number: slot for number, slot in self.held.items() if slot not in chosen}
+        self.damaged &= set(self.held)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), part=st.sampled_from([None, 0, 1]))
+    def read(self, data: st.DataObject, part: int | None) -> None:
+        numbers = data.draw(st.lists(st.sampled_from(sorted(self.held)), min_size=1, unique=True))
+        start, stop = {None: (0, BLOCK_BYTES), 0: (0, PART_SIZES[0]), 1: (PART_SIZES[0], BLOCK_BYTES)}[part]
+        rows = np.zeros((len(numbers), stop - start), dtype=np.uint8)
+        slots = np.array([self.held[number] for number in numbers], dtype=np.uint32)
+        good = self.pool.read(slots, [identity(number) for number in numbers], rows, part=part)
+        for position, number in enumerate(numbers):
+            assert good[position] or number in self.damaged
+            if good[position]:
+                np.testing.assert_array_equal(row(number)[start:stop], rows[position])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def read_another_block(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.held.values())))
+        other = identity(self.next_number + 1)
+        rows = np.zeros((1, BLOCK_BYTES), dtype=np.uint8)
+        assert not self.pool.read(np.array([slot], dtype=np.uint32), [other], rows).any()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.held)))
+        slot = self.held[number]
+        slot_range, slab = next(
+            (item, slab)
+            for item, slab in zip(self.pool.ranges(), self.pool.slabs, strict=True)
+            if item.first <= slot < item.first + item.count
+        )
+        start = slab.slot_offset(slot - slot_range.first)
+        offset = data.draw(st.integers(0, slab.geometry.slot_bytes - 1))
+        with slab.path.open("r+b") as file:
+            file.seek(start + offset)
+            byte = file.read(1)[0]
+            file.seek(start + offset)
+            file.write(bytes([byte ^ 1 << data.draw(st.integers(0, 7))]))
+        self.damaged.add(number)
+
+    @rule()
+    def give_back_what_is_empty(self) -> None:
+        used = {*self.held.values(), *self.empty}
+        for slot_range in self.pool.ranges():
+            numbers = set(range(slot_range.first, slot_range.first + slot_range.count))
+            assert (not numbers & used) == self.pool.give_back(slot_range)
+
+    @rule()
+    def clear(self) -> None:
+        self.tier.clear(NS)
+        rows = np.zeros((len(self.held), BLOCK_BYTES), dtype=np.uint8)
+        slots = np.array(list(self.held.values()), dtype=np.uint32)
+        assert not self.pool.read(slots, [identity(number) for number in self.held], rows).any()
+        self.pool.free(slots)
+        self.held.clear()
+        self.damaged.clear()
+
+    @rule(lose_index=st.booleans())
+    def reopen(self, lose_index: bool) -> None:
+        self.tier.close()
+        if lose_index:
+            shutil.rmtree(self.path / "index")
+        self.open()
+        recovered = {int.from_bytes(block.identity.parent_key, "big"): block.slot for block in self.tier.recovered(NS)}
+        assert set(recovered) <= set(self.held)
+        assert set(self.held) - set(recovered) <= self.damaged
+        self.held = recovered
+        self.damaged &= set(recovered)
+        self.empty.clear()
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        assert len(self.held) + len(self.empty) == self.pool.used_slots
+        real_bytes = sum(path.stat().st_blocks * 512 for path in self.path.rglob("*") if path.is_file())
+        assert real_bytes <= CAPACITY_BYTES
+        assert 0 == self.tier.busy_buffers
+
+
+TestDiskMachine = DiskMachine.TestCase
+TestDiskMachine.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
