@@ -10,7 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore import __version__
-from kvstore.errors import InvalidArgumentError, InvalidBufferError, PermissionDeniedError, UnavailableError
+from kvstore.errors import (
+    InvalidArgumentError,
+    InvalidBufferError,
+    InvalidLayoutError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
 from kvstore.transport.rows import RowAssembler
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
     from kvstore.transport.state import ServiceState
     from kvstore.types import KvLayout, Namespace
 
+PARTS_MAX = 4096
+BLOCK_BYTES_MAX = 2**40
 EVENTS_MAX = 10_000
 EVENTS_DEFAULT = 1000
 EVENT_WAIT_SECONDS_MAX = 10.0
@@ -96,6 +104,7 @@ class CacheService:
         """Check the proof, and let the session use the namespace."""
         session = self._state.sessions.get(request.session_id)
         namespace = convert.namespace_from_proto(request.namespace, None)
+        _check_size(namespace.layout)
         if request.proof:
             secret = self._proven_secret(namespace, session.challenge, request.proof)
             namespace = convert.namespace_from_proto(request.namespace, secret)
@@ -306,6 +315,14 @@ class CacheService:
 
     def _rows_at_once(self, row_bytes: int) -> int:
         return max(1, self._limits.bulk_buffer_bytes // row_bytes)
+
+
+def _check_size(layout: KvLayout) -> None:
+    # The number of parts first: the sizes of all of them are a list.
+    if layout.part_count > PARTS_MAX:
+        raise InvalidLayoutError(f"the layout has {layout.part_count} parts, this server takes {PARTS_MAX}")
+    if layout.block_bytes > BLOCK_BYTES_MAX:
+        raise InvalidLayoutError(f"a block has {layout.block_bytes} bytes, this server takes {BLOCK_BYTES_MAX}")
 
 
 def _claimed_match(namespace: Namespace, request: pb.LeaseRequest) -> PrefixMatch:
