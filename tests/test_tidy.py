@@ -22,7 +22,8 @@ FILE_BYTES_MAX = 500_000
 DRAWERS = {"utils", "util", "helpers", "helper", "misc", "manager", "managers"}
 # Roots of threads, tasks and calls, where anything may arrive: caught, counted and logged. Number of places by file.
 BROAD_EXCEPTS = {
-    "connectors/common.py": 1,
+    "connectors/common.py": 2,
+    "transport/session.py": 1,
 }
 
 
@@ -129,7 +130,8 @@ def test_only_config_reads_the_environment():
 
 
 def test_broad_excepts_are_at_listed_roots_only():
-    found = Counter(name for name in python_files(*PRODUCT) for node in nodes(name) if is_swallowing(node))
+    product = [name for name in python_files(*PRODUCT) if not name.startswith("kvstore/testing/")]
+    found = Counter(name for name in product for node in nodes(name) if is_swallowing(node))
     assert BROAD_EXCEPTS == dict(found)
 
 
