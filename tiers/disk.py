@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 IO_THREADS = 4
 # Sequences carry the start count above these bits, so that they rise over restarts without being written anywhere.
 _SEQUENCE_BITS = 40
-# LMDB's hard limit; the slab folder reckons with less (index_bytes_max).
+# LMDB's hard limit, a share of the capacity; the slab folder reckons with less for the rows of its slots.
 _INDEX_SHARE = 8
 _INDEX_MAP_BYTES_MIN = 1 << 20
 

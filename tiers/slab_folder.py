@@ -66,11 +66,6 @@ class SlabFolder:
         """Real bytes of all slab files."""
         return self._file_bytes
 
-    @property
-    def index_bytes_max(self) -> int:
-        """What the index may take beside the slabs that are there now."""
-        return self._row_bytes
-
     def create(self, ns_id: bytes, geometry: SlotGeometry) -> Slab | None:
         """A new, preallocated slab; None when the capacity or the file system has no room for it."""
         with self._lock:

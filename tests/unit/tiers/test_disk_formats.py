@@ -103,7 +103,7 @@ def test_a_slab_header_comes_back_and_damage_is_none() -> None:
         damaged[position] ^= 0x40
         assert unpack_slab_header(bytes(damaged) + bytes(4000), path) is None
     assert unpack_slab_header(packed[:40], path) is None
-    with pytest.raises(StorageFormatError, match="slab-00000003[.]kvs has format version 2"):
+    with pytest.raises(StorageFormatError, match=r"slab-00000003\.kvs has format version 2"):
         unpack_slab_header(packed[:8] + b"\x02" + packed[9:], path)
 
 
