@@ -51,7 +51,7 @@ class GrpcServer:
         self._limits = limits
         self._root = CallRoot(observer)
         self._state = ServiceState(store, secrets, limits)
-        self._health: Any = health.aio.HealthServicer()
+        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs are older
         self._server: Any = None
         self._bound: list[BoundAddress] = []
 
