@@ -128,13 +128,13 @@ class Client:
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
     ) -> Pin:
         """Protect a stored prefix from eviction. Not tried again when the connection breaks: it may be set twice."""
-        connection = self._connect()
-        request = admin_pb.PinRequest(
-            session_id=connection.session.session_id,
-            prompt=convert.prompt_to_proto(connection.ns_id(namespace), root, as_token_array(tokens)),
-        )
+        request = admin_pb.PinRequest()
         if ttl_seconds is not None:
             convert.set_duration(request.ttl, ttl_seconds, "ttl_seconds")
+        prompt = as_token_array(tokens)
+        connection = self._connect()
+        request.session_id = connection.session.session_id
+        request.prompt.CopyFrom(convert.prompt_to_proto(connection.ns_id(namespace), root, prompt))
         return convert.pin_from_proto(connection.call(ADMIN, "Pin", request, admin_pb.PinResponse))
 
     def unpin(self, pin_id: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +37,7 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),  # an idle session is watched too
 )
 
 
@@ -68,11 +69,12 @@ class Connection:
         self._follower.start()
         try:
             self.session = self._greeting.result(deadlines.control_seconds)
-        except (KvstoreError, TimeoutError) as err:
+        except TimeoutError as err:
             self.close()
-            if isinstance(err, KvstoreError):
-                raise
             raise UnavailableError(f"no answer from {self._address} within {deadlines.control_seconds} s") from err
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def ended(self) -> bool:
@@ -83,8 +85,7 @@ class Connection:
         """End the session and the channel; idempotent. The server releases what the session held."""
         self._ended.set()
         self._stream.cancel()
-        if threading.current_thread() is not self._follower:
-            self._follower.join()
+        self._follower.join()
         self._channel.close()
 
     def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
@@ -106,7 +107,8 @@ class Connection:
                 summary, filled_bytes = self._receive(stream, target)
             finally:
                 stream.cancel()
-        if summary is None or filled_bytes != target.size // request.blocks * summary.blocks:
+        row_bytes = target.size // request.blocks
+        if summary is None or filled_bytes != summary.blocks * row_bytes:
             raise UnavailableError(f"{self._address} ended a load without all of its bytes")
         return summary.blocks
 
@@ -204,8 +206,7 @@ class Connection:
         lost = err.code() is grpc.StatusCode.UNAVAILABLE and ERROR_KEY not in dict(metadata)
         if lost or isinstance(error, UnknownSessionError):
             self._ended.set()
-            with suppress(AttributeError):
-                self._stream.cancel()
+            self._stream.cancel()
         return error
 
 

@@ -112,9 +112,11 @@ def _options(limits: ServiceLimits) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),  # a client whose machine is gone loses its session
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_TIMEOUT_MS // 2),
     ]
 
 
 def _concurrent_calls(limits: ServiceLimits) -> int:
-    return limits.sessions + limits.short_calls + limits.bulk_calls + limits.long_calls + _EXTRA_CALLS
+    calls = limits.short_calls + limits.bulk_calls + limits.long_calls + limits.event_readers
+    return limits.sessions + calls + _EXTRA_CALLS

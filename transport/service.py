@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore.transport.session import Session
     from kvstore.transport.state import ServiceState
     from kvstore.types import KvLayout, Namespace
+    from kvstore.v1 import block_pb2
 
 PARTS_MAX = 4096
 BLOCK_BYTES_MAX = 2**40
@@ -181,6 +182,7 @@ class CacheService:
         finally:
             if ahead is not None:
                 ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
 
     def _read_ahead(self, job: _LoadJob, first: int) -> asyncio.Task[_Chunk] | None:
         count = min(self._rows_at_once(job.row_bytes), job.end_block - first)
@@ -204,8 +206,8 @@ class CacheService:
 
     async def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """End a lease."""
-        session = self._state.sessions.get(request.session_id)
-        await self._state.short.run(partial(session.leases.end, request.lease_id))
+        leases = self._state.sessions.get(request.session_id).leases
+        await self._state.endings.call(partial(leases.end, request.lease_id))
         return pb.ReleaseResponse()
 
     async def stage(self, request: pb.StageRequest) -> pb.StageResponse:
@@ -264,14 +266,14 @@ class CacheService:
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """Make a stage visible; it ends, whatever comes of it."""
-        session = self._state.sessions.get(request.session_id)
-        stage = session.stages.take(request.stage_id)
-        return convert.commit_to_proto(await self._state.short.run(stage.commit))
+        stages = self._state.sessions.get(request.session_id).stages
+        result = await self._state.short.run(lambda: stages.take(request.stage_id).commit())
+        return convert.commit_to_proto(result)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         """Drop a stage."""
-        session = self._state.sessions.get(request.session_id)
-        await self._state.short.run(partial(session.stages.end, request.stage_id))
+        stages = self._state.sessions.get(request.session_id).stages
+        await self._state.endings.call(partial(stages.end, request.stage_id))
         return pb.AbortResponse()
 
     async def get_stats(self, _request: pb.GetStatsRequest) -> pb.GetStatsResponse:
@@ -286,21 +288,23 @@ class CacheService:
         limit = request.limit or EVENTS_DEFAULT
         if limit > EVENTS_MAX:
             raise InvalidArgumentError(f"limit is {limit} events, expected at most {EVENTS_MAX}")
-        lane = self._state.long if wait_seconds else self._state.short
-        page = await lane.run(partial(self._store.events, after=request.after, limit=limit, wait_seconds=wait_seconds))
-        return pb.ReadEventsResponse(page=convert.page_to_proto(page))
+        workers = self._state.events if wait_seconds else self._state.short
+        page = await workers.run(partial(self._events, request.after, limit, wait_seconds))
+        return pb.ReadEventsResponse(page=page)
 
     async def watch_events(self, request: pb.WatchEventsRequest) -> AsyncGenerator[pb.WatchEventsResponse, None]:
         """Pages of events as they come, until the client cancels or the server stops."""
         after = request.after
-        with self._state.long.place():
+        with self._state.events.place():
             while not self._state.stopping.is_set():
-                read = partial(self._store.events, after=after, limit=EVENTS_DEFAULT, wait_seconds=_WATCH_SECONDS)
-                page = convert.page_to_proto(await self._state.long.call(read))
+                page = await self._state.events.call(partial(self._events, after, EVENTS_DEFAULT, _WATCH_SECONDS))
                 after = page.next_after
                 if page.events or page.gap:
                     yield pb.WatchEventsResponse(page=page)
         raise UnavailableError("the server is stopping")
+
+    def _events(self, after: int, limit: int, wait_seconds: float) -> block_pb2.EventPage:
+        return convert.page_to_proto(self._store.events(after=after, limit=limit, wait_seconds=wait_seconds))
 
     def _namespace(self, request: pb.MatchRequest | pb.LeaseRequest | pb.StageRequest) -> Namespace:
         return self._state.sessions.get(request.session_id).namespace(request.prompt.ns_id)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError
+from kvstore.hashing import KEY_BYTES
 from kvstore.transport.status import UnknownSessionError
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ class Session:
         with self._lock:
             namespace = self._namespaces.get(ns_id)
         if namespace is None:
-            if len(ns_id) != SESSION_ID_BYTES:
-                raise InvalidArgumentError(f"ns_id has {len(ns_id)} bytes, expected {SESSION_ID_BYTES}")
+            if len(ns_id) != KEY_BYTES:
+                raise InvalidArgumentError(f"ns_id has {len(ns_id)} bytes, expected {KEY_BYTES}")
             raise ClosedError(f"namespace {ns_id.hex()} is not open in this session; call OpenNamespace first")
         return namespace
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import UnavailableError
 from kvstore.transport.session import SessionTable
-from kvstore.transport.workers import BufferPool, Lane
+from kvstore.transport.workers import BufferPool, Workers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SHORT_THREADS = 8
 _BULK_THREADS = 8
+_LONG_THREADS = 4
 _ENDING_THREADS = 2
 
 
@@ -31,12 +32,14 @@ class ServiceState:
         self.limits = limits
         self.sessions = SessionTable(limits)
         self.buffers = BufferPool(limits.bulk_buffer_bytes)
-        self.short = Lane("short", threads=_SHORT_THREADS, calls=limits.short_calls)
-        self.bulk = Lane("bulk", threads=_BULK_THREADS, calls=limits.bulk_calls)
-        self.long = Lane("long", threads=limits.long_calls, calls=limits.long_calls)
+        self.short = Workers("short", threads=_SHORT_THREADS, calls=limits.short_calls)
+        self.bulk = Workers("bulk", threads=_BULK_THREADS, calls=limits.bulk_calls)
+        self.long = Workers("long", threads=_LONG_THREADS, calls=limits.long_calls)
+        self.events = Workers("event", threads=limits.event_readers, calls=limits.event_readers)
         self.stopping = asyncio.Event()
         self.unended_handles = 0
-        self._endings = Lane("ending", threads=2, calls=limits.sessions)
+        # Takes every call, without a place: what is held must be given back, however busy the rest is.
+        self.endings = Workers("ending", threads=_ENDING_THREADS, calls=limits.sessions)
         self._ending: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -64,8 +67,8 @@ class ServiceState:
         """Wait for sessions that are ending and for running store calls. No call may be open any more."""
         while self._ending:
             await asyncio.wait(self._ending)
-        for lane in (self.short, self.bulk, self.long, self._endings):
-            await asyncio.to_thread(lane.close)
+        for workers in (self.short, self.bulk, self.long, self.events, self.endings):
+            await asyncio.to_thread(workers.close)
 
     async def _count_unended(self, end: Callable[[], int]) -> None:
-        self.unended_handles += await self._endings.call(end)
+        self.unended_handles += await self.endings.call(end)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _IDLE_BUFFERS_MAX = 4
 
 
-class Lane:
+class Workers:
     """A pool of threads with a limited number of calls, running or queued. Used from one event loop."""
 
     def __init__(self, name: str, *, threads: int, calls: int) -> None:

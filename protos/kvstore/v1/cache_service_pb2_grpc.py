@@ -170,7 +170,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """Brings bytes for staged blocks: a start, then frames of bytes.
+        """Brings bytes for staged blocks: a start, then frames of bytes. A Write that fails after its start was accepted
+        aborts the stage, since nobody knows which of its rows arrived.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

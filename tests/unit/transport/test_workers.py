@@ -7,39 +7,39 @@ import numpy as np
 import pytest
 
 from kvstore.errors import NoSpaceError
-from kvstore.transport.workers import BufferPool, Lane
+from kvstore.transport.workers import BufferPool, Workers
 
 
-def test_a_full_lane_refuses_at_once():
+def test_a_full_workers_refuses_at_once():
     async def scenario() -> None:
-        lane = Lane("test", threads=1, calls=2)
+        workers = Workers("test", threads=1, calls=2)
         go = threading.Event()
-        calls = [asyncio.ensure_future(lane.run(go.wait)) for _ in range(2)]
+        calls = [asyncio.ensure_future(workers.run(go.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(NoSpaceError, match="2 test calls"):
-            await lane.run(go.wait)
+            await workers.run(go.wait)
         go.set()
         assert await asyncio.gather(*calls) == [True, True]
-        assert await lane.run(lambda: 7) == 7
-        lane.close()
+        assert await workers.run(lambda: 7) == 7
+        workers.close()
 
     asyncio.run(scenario())
 
 
 def test_a_place_is_free_again_after_a_failure():
     async def scenario() -> None:
-        lane = Lane("test", threads=1, calls=1)
+        workers = Workers("test", threads=1, calls=1)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
-                await lane.run(lambda: 1 // 0)
-        lane.close()
+                await workers.run(lambda: 1 // 0)
+        workers.close()
 
     asyncio.run(scenario())
 
 
 def test_a_result_nobody_waits_for_is_undone():
     async def scenario() -> list[int]:
-        lane = Lane("test", threads=1, calls=1)
+        workers = Workers("test", threads=1, calls=1)
         started, go = threading.Event(), threading.Event()
         undone: list[int] = []
 
@@ -48,13 +48,13 @@ def test_a_result_nobody_waits_for_is_undone():
             go.wait()
             return 7
 
-        call = asyncio.ensure_future(lane.run(acquire, undo=undone.append))
+        call = asyncio.ensure_future(workers.run(acquire, undo=undone.append))
         await asyncio.to_thread(started.wait)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         go.set()
-        lane.close()
+        workers.close()
         return undone
 
     assert asyncio.run(scenario()) == [7]
@@ -62,18 +62,18 @@ def test_a_result_nobody_waits_for_is_undone():
 
 def test_a_call_cancelled_before_it_began_never_runs():
     async def scenario() -> tuple[list[int], list[int]]:
-        lane = Lane("test", threads=1, calls=2)
+        workers = Workers("test", threads=1, calls=2)
         go = threading.Event()
         ran: list[int] = []
         undone: list[int] = []
-        first = asyncio.ensure_future(lane.run(go.wait))
-        second = asyncio.ensure_future(lane.run(lambda: ran.append(1), undo=undone.append))
+        first = asyncio.ensure_future(workers.run(go.wait))
+        second = asyncio.ensure_future(workers.run(lambda: ran.append(1), undo=undone.append))
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         go.set()
         await first
-        lane.close()
+        workers.close()
         return ran, undone
 
     assert asyncio.run(scenario()) == ([], [])
