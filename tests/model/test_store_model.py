@@ -6,6 +6,7 @@ still be right, prefix-closed and no more than was stored, and nothing may leak.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from pathlib import Path
@@ -68,10 +69,8 @@ class StoreMachine(RuleBasedStateMachine):
         return [token + 10 * turn for turn in range(self.stretch) for token in tokens]
 
     def depth(self, place: Place, tokens: list[int]) -> int:
-        blocks = 0
-        while tuple(tokens[: (blocks + 1) * BLOCK_TOKENS]) in self.stored[place]:
-            blocks += 1
-        return blocks
+        heads = (tuple(tokens[:end]) for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS))
+        return sum(1 for _ in itertools.takewhile(self.stored[place].__contains__, heads))
 
     def check_found(self, found: int, place: Place, tokens: list[int]) -> None:
         assert found == self.depth(place, tokens)
