@@ -37,7 +37,7 @@ test: dev
 	@$(MAKE) --no-print-directory tests MARKERS='not slow and not engine'
 
 test-full: dev
-	@$(MAKE) --no-print-directory tests MARKERS='not engine'
+	@$(MAKE) --no-print-directory tests MARKERS=''
 
 # The tests run even if a check failed, so that one run shows everything; either failing fails the target.
 .PHONY: tests

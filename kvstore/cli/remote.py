@@ -160,9 +160,9 @@ def _print_stats(snapshot: StoreStats) -> None:
 def _rows(name: str, value: object) -> Sequence[tuple[str, object]]:
     if name == "tiers":
         return ()
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         return [(f"{name}.{label}", count) for label, count in sorted(value.items())]
-    return [(name, value)]
+    return [(name, value or 0)]
 
 
 def _print_events(arguments: argparse.Namespace, page: EventPage) -> None:

@@ -91,7 +91,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = names_in(wheel)
 
     assert {"kvstore", "prefix_kvstore-0.1.0.dist-info"} == {name.split("/")[0] for name in names}
-    assert "kvstore/py.typed" in names
+    assert {"kvstore/py.typed", "kvstore/demo/handbook.txt"} <= names
     assert {"LICENSE", "THIRD_PARTY_NOTICES"} == {Path(name).name for name in names if "/licenses/" in name}
     stray = re.compile(r"\.(cpp|h|proto|md)$|/(csrc|native|tests|bench)/|__pycache__")
     assert [] == sorted(name for name in names if stray.search(name))
