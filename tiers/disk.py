@@ -58,7 +58,8 @@ class DiskTier:
     block is found right, or not at all. Nothing that a disk does wrong while it serves raises: it is a miss or a
     refused store, counted in `faults`.
 
-    Locks: the tier's lock guards the table of pools and the superblock; it is never held while a pool's lock is taken.
+    Locks: the superblock's lock, held while that file is written, before the tier's lock, which guards the fields
+    below; neither is held while a pool's lock is taken.
     """
 
     def __init__(self, directory: DataDirectory, io: FileIo, superblock: Superblock, services: DiskServices) -> None:
@@ -67,6 +68,7 @@ class DiskTier:
         self._superblock = superblock
         self._services = services
         self._secret = directory.secret(io)
+        self._superblock_lock = threading.Lock()
         self._lock = threading.Lock()
         self._pools: dict[bytes, DiskPool] = {}
         self._recovered: dict[bytes, list[RecoveredBlock]] = {}
@@ -184,7 +186,7 @@ class DiskTier:
 
         Slots stay with their holders, who free them. Raises StorageError if that cannot be made durable.
         """
-        with self._lock:
+        with self._superblock_lock:
             generation = self._superblock.generations.get(ns_id, 0) + 1
             changed = replace(self._superblock, generations={**self._superblock.generations, ns_id: generation})
             try:
@@ -193,11 +195,12 @@ class DiskTier:
                 raise StorageError(
                     f"cannot clear namespace {ns_id.hex()} on disk: {error.strerror or error}; try again"
                 ) from error
-            self._superblock = changed
-            pool = self._pools.get(ns_id)
-            if pool is not None:
-                pool.generation = generation
-            untaken = self._recovered.pop(ns_id, [])
+            with self._lock:
+                self._superblock = changed
+                pool = self._pools.get(ns_id)
+                if pool is not None:
+                    pool.generation = generation
+                untaken = self._recovered.pop(ns_id, [])
         if pool is not None and untaken:
             pool.free(as_slots([block.slot for block in untaken]))
 
@@ -238,7 +241,7 @@ class DiskTier:
                 self._recovered.setdefault(header.ns_id, []).extend(recovered)
 
     def _mark_clean(self) -> None:
-        with self._lock:
+        with self._superblock_lock:
             save_superblock(self._io, self._directory.superblock_path, replace(self._superblock, clean=True))
 
 

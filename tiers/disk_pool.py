@@ -148,7 +148,7 @@ class DiskPool:
             occupants = [
                 Occupant(identity, self._services.next_sequence(), generation) for identity in identities[piece.places]
             ]
-            headers = self._transfer.write(piece.holder, piece.index, occupants, sources[piece.places])
+            headers = self._transfer.write(piece, occupants, sources[piece.places])
             return [occupant.sequence for occupant in occupants], headers
 
         pieces = list(self._transfer.pieces(self._table.runs(slots)))
@@ -187,7 +187,7 @@ class DiskPool:
                     identities[piece.places], piece.holder.sequences[piece.indices].tolist(), strict=True
                 )
             ]
-            return self._transfer.read(piece.holder, piece.index, occupants, rows[piece.places], parts)
+            return self._transfer.read(piece, occupants, rows[piece.places], parts)
 
         runs = self._table.runs(slots)
         whole = parts == self._all_parts

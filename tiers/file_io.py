@@ -41,10 +41,6 @@ class FileIo(Protocol):
         """Write `data`; returns the bytes written, which may be fewer."""
         ...
 
-    def size(self, fd: int) -> int:
-        """Length of the file in bytes."""
-        ...
-
     def allocate(self, fd: int, size_bytes: int) -> None:
         """Give the file real, zeroed space up to `size_bytes`."""
         ...
@@ -84,10 +80,6 @@ class SystemIo:
     def write(self, fd: int, data: Bytes1D, offset: int) -> int:
         """os.pwritev; releases the GIL."""
         return os.pwritev(fd, [data.data], offset)
-
-    def size(self, fd: int) -> int:
-        """os.fstat."""
-        return os.fstat(fd).st_size
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         """os.posix_fallocate."""

@@ -181,21 +181,22 @@ class SlabFolder:
         return fd
 
     def _affordable_slots(self, geometry: SlotGeometry) -> int:
-        """Slots of the next slab: the usual size, at least one slot, at most what is left."""
+        """Slots of the next slab: the usual size, at least one slot, at most what capacity and file system leave."""
         usual_bytes = min(SLAB_BYTES_MAX, whole_pages(self.capacity_bytes // 16)) - PAGE_BYTES
         usual_count = max(1, usual_bytes // geometry.slot_bytes)
-        left_bytes = self._left_bytes() - _charged_bytes(geometry, 0)
-        count = max(0, min(usual_count, left_bytes // (_charged_bytes(geometry, 1) - _charged_bytes(geometry, 0))))
-        if count and not self._fits_file_system(slab_bytes(geometry, count)):
+        empty_bytes = _charged_bytes(geometry, 0)
+        slot_bytes = _charged_bytes(geometry, 1) - empty_bytes
+        allowed_count = max(0, min(usual_count, (self._left_bytes() - empty_bytes) // slot_bytes))
+        fitting_count = max(0, min(allowed_count, (self._file_system_left_bytes() - empty_bytes) // slot_bytes))
+        if fitting_count < allowed_count:
             self._faults.add(DiskFault.FREE_FLOOR)
-            return 0
-        return count
+        return fitting_count
 
-    def _fits_file_system(self, size_bytes: int) -> bool:
+    def _file_system_left_bytes(self) -> int:
         try:
-            return self._io.space(self._path).free_bytes - size_bytes >= self._free_floor_bytes
+            return self._io.space(self._path).free_bytes - self._free_floor_bytes
         except OSError:
-            return False
+            return 0
 
     def _left_bytes(self) -> int:
         return self.capacity_bytes - METADATA_BYTES - self._row_bytes - self._file_bytes

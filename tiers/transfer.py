@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,11 +68,18 @@ class SlotTransfer:
         return self._buffers.lent_count
 
     def map(self, call: Callable[[Job], Outcome], jobs: Iterable[Job]) -> list[Outcome]:
-        """Outcomes of all jobs, in order; returns when all have ended. Raises ClosedError after close()."""
+        """Outcomes of all jobs, in order. Raises ClosedError after close().
+
+        However it ends, no job runs any more: jobs use memory that is the caller's again afterwards.
+        """
+        futures: list[Future[Outcome]] = []
         try:
-            futures = [self._executor.submit(call, job) for job in jobs]
+            for job in jobs:
+                futures.append(self._executor.submit(call, job))  # noqa: PERF401  # those submitted must be known
         except RuntimeError as error:
             raise ClosedError("the disk tier is closed") from error
+        finally:
+            wait(futures)
         return [future.result() for future in futures]
 
     def close(self) -> None:
@@ -87,49 +94,47 @@ class SlotTransfer:
             yield from run.cut(max(1, min(share, IO_BYTES_MAX // slot_bytes)))
 
     def write(
-        self, slab: Slab, index: int, occupants: Sequence[Occupant], sources: Sequence[Sequence[Bytes1D]]
+        self, run: SlotRun[Slab], occupants: Sequence[Occupant], sources: Sequence[Sequence[Bytes1D]]
     ) -> list[bytes | None]:
-        """Write blocks into the slots from `index` on; sources[i] has one array for each part of block i.
+        """Write one block into each slot of a run; sources[i] has one array for each part of block i.
 
         Returns the packed header of part 0 of each block, None where the block was not written.
         """
         try:
-            return self._write_together(slab, index, occupants, sources)
+            return self._write_together(run, occupants, sources)
         except OSError as error:
             full = error.errno in _NO_SPACE
-            if full or len(occupants) == 1:
+            if full or run.count == 1:
                 short = isinstance(error, _ShortWriteError)
                 fault = DiskFault.SHORT_WRITE if short else DiskFault.NO_SPACE if full else DiskFault.WRITE_ERROR
-                self._faults.add(fault, len(occupants))
-                slab.suspect[index : index + len(occupants)] |= not full
-                return [None] * len(occupants)
+                self._faults.add(fault, run.count)
+                run.holder.suspect[run.indices] |= not full
+                return [None] * run.count
         # One bad sector must not cost the neighbours that share its I/O; so in read().
         return [
             header
-            for position in range(len(occupants))
-            for header in self.write(
-                slab, index + position, occupants[position : position + 1], sources[position : position + 1]
-            )
+            for position, single in enumerate(run.cut(1))
+            for header in self.write(single, [occupants[position]], [sources[position]])
         ]
 
-    def read(self, slab: Slab, index: int, occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]) -> Mask:
-        """Read parts of the blocks in the slots from `index` on.
+    def read(self, run: SlotRun[Slab], occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]) -> Mask:
+        """Read parts of the block in each slot of a run.
 
-        Row i is right where the answer is true, and undefined elsewhere. Unless `parts` are all of a block, there is
-        one block only.
+        Row i is right where the answer is true, and undefined elsewhere. Unless `parts` are all of a block, the run
+        has one slot only.
         """
         try:
-            return self._read_together(slab, index, occupants, rows, parts)
+            return self._read_together(run, occupants, rows, parts)
         except OSError:
-            if len(occupants) == 1:
+            if run.count == 1:
                 self._faults.add(DiskFault.READ_ERROR)
-                slab.suspect[index] = True
+                run.holder.suspect[run.index] = True
                 return np.zeros(1, dtype=np.bool_)
-        single = [
-            self.read(slab, index + position, [occupant], rows[position : position + 1], parts)
-            for position, occupant in enumerate(occupants)
+        singles = [
+            self.read(single, [occupants[position]], rows[position : position + 1], parts)
+            for position, single in enumerate(run.cut(1))
         ]
-        return np.concatenate(single)
+        return np.concatenate(singles)
 
     def erase(self, slab: Slab, indices: Sequence[int]) -> Mask:
         """Overwrite the first header page of slots, so that no rebuild finds their blocks; true where that is done.
@@ -184,51 +189,53 @@ class SlotTransfer:
             return unpack_header(buffer[:got_bytes].data)
 
     def _write_together(
-        self, slab: Slab, index: int, occupants: Sequence[Occupant], sources: Sequence[Sequence[Bytes1D]]
+        self, run: SlotRun[Slab], occupants: Sequence[Occupant], sources: Sequence[Sequence[Bytes1D]]
     ) -> list[bytes | None]:
         """One I/O for all blocks. Raises OSError if not all of it was written."""
+        slab = run.holder
         slot_bytes = slab.geometry.slot_bytes
-        slab.written[index : index + len(occupants)] = True
-        with self._buffers.lend(len(occupants) * slot_bytes) as buffer:
-            spans = buffer.reshape(-1, slot_bytes)
+        slab.written[run.indices] = True
+        with self._buffers.lend(run.count * slot_bytes) as buffer:
+            spans = buffer.reshape(run.count, slot_bytes)
             headers: list[bytes | None] = [
-                _lay_out(slab, index + position, occupants[position], sources[position], spans[position])
-                for position in range(len(occupants))
+                _lay_out(single, occupants[position], sources[position], spans[position])
+                for position, single in enumerate(run.cut(1))
             ]
-            if self._io.write(slab.fd, buffer, slab.slot_offset(index)) != len(buffer):
+            if self._io.write(slab.fd, buffer, slab.slot_offset(run.index)) != len(buffer):
                 raise _ShortWriteError(errno.EIO, "short write")
         return headers
 
     def _read_together(
-        self, slab: Slab, index: int, occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]
+        self, run: SlotRun[Slab], occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]
     ) -> Mask:
         """One I/O for all blocks. Raises OSError if it failed as a whole."""
+        slab = run.holder
         offset, stride = slab.geometry.span(parts)
-        assert stride == slab.geometry.slot_bytes or len(occupants) == 1, "parts of one block at a time"
-        good = np.zeros(len(occupants), dtype=np.bool_)
-        with self._buffers.lend(len(occupants) * stride) as buffer:
-            got_bytes = self._io.read(slab.fd, buffer, slab.slot_offset(index) + offset)
+        assert stride == slab.geometry.slot_bytes or run.count == 1, "parts of one block at a time"
+        good = np.zeros(run.count, dtype=np.bool_)
+        with self._buffers.lend(run.count * stride) as buffer:
+            got_bytes = self._io.read(slab.fd, buffer, slab.slot_offset(run.index) + offset)
             # What lies in the buffer behind the bytes read is left from an earlier use: it is never looked at.
             whole_count = got_bytes // stride
-            for position in range(whole_count):
-                span = buffer[position * stride : (position + 1) * stride]
-                good[position] = self._take(slab, index + position, occupants[position], span, rows[position], parts)
-        if whole_count < len(occupants):
-            self._faults.add(DiskFault.SHORT_READ, len(occupants) - whole_count)
-            slab.suspect[index + whole_count : index + len(occupants)] = True
+            spans = buffer.reshape(run.count, stride)
+            for position, single in enumerate(run.cut(1)):
+                if position < whole_count:
+                    good[position] = self._take(single, occupants[position], spans[position], rows[position], parts)
+        if whole_count < run.count:
+            self._faults.add(DiskFault.SHORT_READ, run.count - whole_count)
+            slab.suspect[run.index + whole_count : run.index + run.count] = True
         return good
 
-    def _take(
-        self, slab: Slab, index: int, occupant: Occupant, span: Bytes1D, row: Bytes1D, parts: Sequence[int]
-    ) -> bool:
-        geometry = slab.geometry
+    def _take(self, slot: SlotRun[Slab], occupant: Occupant, span: Bytes1D, row: Bytes1D, parts: Sequence[int]) -> bool:
+        """Copy verified parts of one block from `span` to `row`; false at the first that is not right."""
+        geometry = slot.holder.geometry
         column = 0
         for part in parts:
             start = geometry.part_offsets[part] - geometry.part_offsets[parts[0]]
             size = geometry.part_sizes[part]
-            payload = span[start + geometry.header_bytes :][:size]
             header = unpack_header(span[start : start + geometry.header_bytes].data)
-            fault = _fault_of(slab, index, part, occupant, header, payload)
+            payload = span[start + geometry.header_bytes :][:size]
+            fault = _fault_of(slot, part, occupant, header, payload)
             if fault is not None:
                 self._faults.add(fault)
                 return False
@@ -238,25 +245,25 @@ class SlotTransfer:
 
 
 def _fault_of(
-    slab: Slab, index: int, part: int, occupant: Occupant, header: BlockHeader | None, payload: Bytes1D
+    slot: SlotRun[Slab], part: int, occupant: Occupant, header: BlockHeader | None, payload: Bytes1D
 ) -> DiskFault | None:
     """Why what was read is not the part of the block that was asked for; None if it is."""
     if header is None:
         return DiskFault.CORRUPT_HEADER
     found = Occupant(header.identity, header.sequence, header.generation)
-    if found != occupant or not slab.owns(header, index, part):
+    if found != occupant or not slot.holder.owns(header, slot.index, part):
         return DiskFault.OTHER_BLOCK
     if digest(payload.data) != header.payload_digest:
         return DiskFault.CORRUPT_PAYLOAD
     return None
 
 
-def _lay_out(slab: Slab, index: int, occupant: Occupant, parts: Sequence[Bytes1D], span: Bytes1D) -> bytes:
+def _lay_out(slot: SlotRun[Slab], occupant: Occupant, parts: Sequence[Bytes1D], span: Bytes1D) -> bytes:
     """Put headers, payloads and zero padding of a block into `span`; returns the packed header of part 0.
 
     The checksum is of the bytes as copied, so that header and payload agree whatever happens to the source.
     """
-    geometry = slab.geometry
+    geometry = slot.holder.geometry
     first = b""
     for part, source in enumerate(parts):
         start, length = geometry.span((part,))
@@ -264,17 +271,18 @@ def _lay_out(slab: Slab, index: int, occupant: Occupant, parts: Sequence[Bytes1D
         end = body + geometry.part_sizes[part]
         span[body:end] = source
         span[end : start + length] = 0
-        packed = _header(slab, index, part, occupant, digest(span[body:end].data)).pack()
+        packed = _header(slot, part, occupant, digest(span[body:end].data)).pack()
         span[start : start + len(packed)] = memoryview(packed)
         span[start + len(packed) : body] = 0
         first = first or packed
     return first
 
 
-def _header(slab: Slab, index: int, part: int, occupant: Occupant, payload_digest: int) -> BlockHeader:
+def _header(slot: SlotRun[Slab], part: int, occupant: Occupant, payload_digest: int) -> BlockHeader:
+    slab = slot.holder
     return BlockHeader(
         slab=slab.number,
-        slot=index,
+        slot=slot.index,
         sequence=occupant.sequence,
         generation=occupant.generation,
         writer_id=_NO_WRITER,

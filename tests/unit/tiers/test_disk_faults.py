@@ -11,9 +11,12 @@ import pytest
 
 from kvstore.errors import StorageError
 from kvstore.testing.faulty import FaultyIo, IoCall
+from kvstore.tiers.file_io import FileSystemSpace, SystemIo
 from kvstore.tiers.manifest import Manifest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import Blocks, Disk
 
 MIB = 1 << 20
@@ -262,3 +265,37 @@ def test_one_bad_write_costs_one_block(disk: Disk, blocks: Blocks, io: FaultyIo)
     assert [number != 2 for number in NUMBERS] == stored
     assert stored == blocks.right(pool, slots, NUMBERS)
     assert 1 == tier.faults["write_error"]
+
+
+class SmallFileSystem(SystemIo):
+    """A file system of which only `free_bytes` were left before ours."""
+
+    def __init__(self, free_bytes: int, total_bytes: int = 100 * MIB) -> None:
+        self.free_bytes = free_bytes
+        self.total_bytes = total_bytes
+
+    def space(self, path: Path) -> FileSystemSpace:
+        taken_bytes = sum(file.stat().st_size for file in path.iterdir())
+        return FileSystemSpace(self.free_bytes - taken_bytes, self.total_bytes)
+
+
+def test_a_small_file_system_is_filled_down_to_its_floor(disk: Disk, blocks: Blocks) -> None:
+    tier = disk.open(capacity_bytes=1024 * MIB, free_floor_bytes=3 * MIB, io=SmallFileSystem(5 * MIB))
+    pool = blocks.pool(tier)
+    assert 90 < len(pool.allocate(200)) <= 102
+    assert MIB < tier.used_bytes <= 2 * MIB
+    assert tier.faults["free_floor"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "floor_bytes"),
+    [(100 * MIB, 10 * MIB), (2048 * MIB, 64 * MIB), (1 << 40, (1 << 40) // 100)],
+)
+def test_the_usual_floor_follows_the_size_of_the_file_system(
+    disk: Disk, blocks: Blocks, total_bytes: int, floor_bytes: int
+) -> None:
+    io = SmallFileSystem(floor_bytes, total_bytes)
+    pool = blocks.pool(disk.open(free_floor_bytes=None, io=io))
+    assert 0 == len(pool.allocate(1))
+    io.free_bytes += MIB
+    assert 1 == len(pool.allocate(1))
