@@ -6,7 +6,8 @@
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
 PYTEST_ARGS ?=
-BUF := @bufbuild/buf@1.75.0
+# Without a network npx gives up at once instead of trying for minutes.
+BUF := npm_config_fetch_retries=0 npx --yes @bufbuild/buf@1.75.0
 
 BIN := .venv/bin
 STAMPS := .venv/stamps
@@ -61,8 +62,8 @@ layers: dev
 
 lint-protos:
 	@if ! command -v npx >/dev/null; then echo 'buf lint: skipped, npx is not installed'; \
-	elif ! npx --yes $(BUF) --version >/dev/null 2>&1; then echo 'buf lint: skipped, $(BUF) cannot be had'; \
-	else echo 'buf lint'; npx --yes $(BUF) lint; fi
+	elif ! $(BUF) --version >/dev/null 2>&1; then echo 'buf lint: skipped, the package @bufbuild/buf cannot be had'; \
+	else echo 'buf lint'; $(BUF) lint; fi
 
 protos: dev
 	$(call generate_protos,protos)
