@@ -45,9 +45,7 @@ def cache_from_rows(config: PreTrainedConfig, rows: list[torch.Tensor], device: 
     if not len(rows[0]):
         return cache
     for layer in range(rows[0].shape[1]):
-        keys, values = (
-            torch.stack([_as_tokens(row[:, layer, plane]) for row in rows]).to(device) for plane in range(2)
-        )
+        keys, values = (_as_tokens([row[:, layer, plane] for row in rows]).to(device) for plane in range(2))
         cache.update(keys, values, layer)
     return cache
 
@@ -73,6 +71,6 @@ def blocks_from_cache(tensors: LayerTensors, layout: KvLayout, row: int, first: 
     return blocks
 
 
-def _as_tokens(plane: torch.Tensor) -> torch.Tensor:
-    """(blocks, heads, block_tokens, head_dim) as (heads, tokens, head_dim)."""
-    return plane.transpose(0, 1).flatten(1, 2)
+def _as_tokens(planes: list[torch.Tensor]) -> torch.Tensor:
+    """(blocks, heads, block_tokens, head_dim) of each row as (rows, heads, tokens, head_dim), in one copy."""
+    return torch.stack([plane.transpose(0, 1) for plane in planes]).flatten(2, 3)

@@ -53,7 +53,8 @@ def run(options: DemoOptions) -> int:
             model_dir=model_dir,
             system_prompt=files("kvstore.demo").joinpath("handbook.txt").read_text(encoding="utf-8"),
             questions=QUESTIONS,
-            threads=min(_THREADS_MAX, len(os.sched_getaffinity(0))),
+            # An equal share each: threads that wait for a core that others use make torch many times slower.
+            threads=max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // len(QUESTIONS))),
         )
         report = run_flow(plan, report_progress)
     if options.json:

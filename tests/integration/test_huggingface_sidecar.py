@@ -29,6 +29,15 @@ def new_model(dtype=torch.float32):
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    # More threads than free cores make small models many times slower.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def attach():
     models = []

@@ -130,6 +130,15 @@ class DictStage:
             self.commit()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    # More threads than free cores make small models many times slower.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def store():
     return DictStore()
