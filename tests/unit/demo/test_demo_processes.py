@@ -62,6 +62,5 @@ def test_a_module_that_is_missing_is_told(start):
 
 def test_an_answer_that_never_comes_ends_the_process(start, monkeypatch):
     monkeypatch.setattr(sys.modules[DemoProcess.__module__], "ANSWER_SECONDS_MAX", 0.01)
-    with start() as process, pytest.raises(DemoError, match="code -9"):
-        process.receive()
-        process.receive()
+    with start("json.tool") as process, pytest.raises(DemoError, match="code -9"):
+        process.receive()  # json.tool waits for the end of stdin
