@@ -151,8 +151,7 @@ class DiskTier:
         if len(part_sizes) > PARTS_MAX:
             raise InvalidLayoutError(f"a block has {len(part_sizes)} parts, the disk tier takes at most {PARTS_MAX}")
         with self._lock:
-            if self._closed:
-                raise ClosedError("the disk tier is closed")
+            self._check_open()
             pool = self._pools.get(ns_id)
             if pool is None:
                 generation = self._superblock.generations.get(ns_id, 0)
@@ -187,6 +186,7 @@ class DiskTier:
         Slots stay with their holders, who free them. Raises StorageError if that cannot be made durable.
         """
         with self._superblock_lock:
+            self._check_open()
             generation = self._superblock.generations.get(ns_id, 0) + 1
             changed = replace(self._superblock, generations={**self._superblock.generations, ns_id: generation})
             try:
@@ -206,9 +206,8 @@ class DiskTier:
 
     def flush(self) -> None:
         """Return when all blocks written so far are on stable storage. Raises StorageError if they cannot be."""
-        synced = [self._services.transfer.sync(slab) for slab in self._services.folder.open_slabs()]
-        if not all((*synced, self._services.manifest.sync())):
-            raise StorageError(f"cannot flush {self._directory.path}: the disk reports errors; check the kernel log")
+        self._check_open()
+        self._sync()
 
     def close(self) -> None:
         """Flush, mark the directory clean, and let other processes in; idempotent."""
@@ -218,7 +217,7 @@ class DiskTier:
             self._closed = True
         self._services.transfer.close()
         try:
-            self.flush()
+            self._sync()
             self._mark_clean()
         except (OSError, StorageError) as error:
             # Without the mark the next start verifies more; nothing is lost that was not lost already.
@@ -239,6 +238,15 @@ class DiskTier:
             recovered = pool.adopt(slab, by_slab.get(slab.number, ()))
             if recovered:
                 self._recovered.setdefault(header.ns_id, []).extend(recovered)
+
+    def _sync(self) -> None:
+        synced = [self._services.transfer.sync(slab) for slab in self._services.folder.open_slabs()]
+        if not all((*synced, self._services.manifest.sync())):
+            raise StorageError(f"cannot flush {self._directory.path}: the disk reports errors; check the kernel log")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the disk tier is closed")
 
     def _mark_clean(self) -> None:
         with self._superblock_lock:

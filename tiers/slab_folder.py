@@ -32,7 +32,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SlabFolder:
-    """Makes, finds and removes slab files within `capacity_bytes`. Thread-safe.
+    """Makes, finds and removes slab files within `capacity_bytes`. Thread-safe: one change at a time.
 
     The capacity covers the slabs, what the index may need for their slots, and the other files of the data
     directory. `free_floor_bytes` stay free on the file system; by default 64 MiB or 1 % of it, whichever is more,
@@ -49,6 +49,7 @@ class SlabFolder:
         self._lock = threading.Lock()
         self._next_number = 0
         self._open_slabs: dict[int, Slab] = {}
+        self._closed = False
         self._file_bytes = 0
         self._row_bytes = INDEX_BYTES_MIN
         total_bytes = io.space(path).total_bytes
@@ -67,44 +68,41 @@ class SlabFolder:
         return self._file_bytes
 
     def create(self, ns_id: bytes, geometry: SlotGeometry) -> Slab | None:
-        """A new, preallocated slab; None when the capacity or the file system has no room for it."""
+        """A new, preallocated slab; None when the capacity or the file system has no room for it, and after close()."""
         with self._lock:
-            slot_count = self._affordable_slots(geometry)
+            slot_count = 0 if self._closed else self._affordable_slots(geometry)
             if slot_count == 0:
                 return None
             header = SlabHeader(self._next_number, ns_id, slot_count, geometry.part_sizes, geometry.block_tokens)
+            path = self._path / f"slab-{header.number:08d}.kvs"
             self._next_number += 1
             self._charge(geometry, slot_count)
-        path = self._path / f"slab-{header.number:08d}.kvs"
-        try:
-            slab = Slab(header, path, self._make_file(header, path, slab_bytes(geometry, slot_count)))
-        except OSError as error:
-            self._faults.add(DiskFault.NO_SPACE if error.errno in _NO_SPACE else DiskFault.WRITE_ERROR)
-            for leftover in (_unfinished(path), path):
-                self._unlink(leftover)
-            with self._lock:
-                self._charge(geometry, -slot_count)
-            return None
-        with self._lock:
+            try:
+                slab = Slab(header, path, self._make_file(header, path, slab_bytes(geometry, slot_count)))
+            except OSError as error:
+                self._faults.add(DiskFault.NO_SPACE if error.errno in _NO_SPACE else DiskFault.WRITE_ERROR)
+                if self._unlink(_unfinished(path)) and self._unlink(path):
+                    self._charge(geometry, -slot_count)
+                return None
             self._open_slabs[slab.number] = slab
-        return slab
+            return slab
 
     def remove(self, slab: Slab) -> None:
-        """Delete a slab's file. Its bytes stay charged if the system refuses."""
+        """Delete a slab's file; a no-op after close(). Its bytes stay charged if the system refuses."""
         with self._lock:
-            del self._open_slabs[slab.number]
-        self._close_slab(slab)
-        if self._unlink(slab.path):
-            with self._lock:
+            if self._open_slabs.pop(slab.number, None) is None:
+                return
+            _close_slab(self._io, slab)
+            if self._unlink(slab.path):
                 self._charge(slab.geometry, -slab.header.slot_count)
 
     def close(self) -> None:
-        """Close all slab files; idempotent."""
+        """Close all slab files; from now on no file is made or removed. Idempotent."""
         with self._lock:
-            slabs = tuple(self._open_slabs.values())
+            self._closed = True
+            for slab in self._open_slabs.values():
+                _close_slab(self._io, slab)
             self._open_slabs.clear()
-        for slab in slabs:
-            self._close_slab(slab)
 
     def open_slabs(self) -> tuple[Slab, ...]:
         """The slabs that are open now."""
@@ -145,11 +143,6 @@ class SlabFolder:
         self._charge(geometry, header.slot_count)
         self._open_slabs[number] = slab
         return slab
-
-    def _close_slab(self, slab: Slab) -> None:
-        with slab.open_lock:
-            slab.removed = True
-            self._io.close(slab.fd)
 
     def _read_header(self, path: Path) -> SlabHeader | None:
         fd = self._io.open(path, os.O_RDONLY)
@@ -223,6 +216,12 @@ def _charged_bytes(geometry: SlotGeometry, slot_count: int) -> int:
     """What a slab costs: its file, a page for the file's extent tree, and the index rows of its slots."""
     rows_bytes = slot_count * row_bytes_max(packed_bytes(geometry.block_tokens))
     return slab_bytes(geometry, slot_count) + PAGE_BYTES + rows_bytes
+
+
+def _close_slab(io: FileIo, slab: Slab) -> None:
+    with slab.open_lock:
+        slab.removed = True
+        io.close(slab.fd)
 
 
 def _unfinished(path: Path) -> Path:

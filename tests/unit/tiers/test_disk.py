@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -244,8 +245,20 @@ def test_a_closed_tier_raises(disk: Disk, blocks: Blocks) -> None:
     tier.close()
     with pytest.raises(ClosedError):
         blocks.pool(tier)
-    with pytest.raises(ClosedError):
-        blocks.right(pool, slots, [1])
+    for call in (partial(blocks.right, pool, slots, [1]), partial(tier.clear, blocks.ns_id), tier.flush):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_a_closed_tier_leaves_the_directory_to_others(disk: Disk, blocks: Blocks) -> None:
+    tier = disk.open()
+    pool = blocks.pool(tier)
+    pool.free(blocks.store(pool, [1]))
+    tier.close()
+    before = {path: path.stat().st_mtime_ns for path in disk.path.rglob("*")}
+    assert pool.give_back(pool.ranges()[0])
+    assert 0 == len(pool.allocate(1))
+    assert before == {path: path.stat().st_mtime_ns for path in disk.path.rglob("*")}
 
 
 def test_a_file_system_without_direct_io_works_too(disk: Disk, blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
