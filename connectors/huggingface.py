@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import secrets
-import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -46,6 +45,8 @@ from kvstore.types import Namespace, Root
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from transformers import DynamicCache
+
     from kvstore.api import KvStore
     from kvstore.clock import Clock
     from kvstore.connectors.common import ConnectorStats
@@ -60,6 +61,7 @@ ATTACH_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
 QUEUED_STORES_MAX = 64
 _ATTRIBUTE = "kvstore_connector"
+_NO_MEMORY = (MemoryError, RuntimeError)  # torch reports lack of memory as a RuntimeError
 
 
 def cached(
@@ -83,8 +85,8 @@ def cached(
     load over `load_seconds`, is given up and the prompt computed; up to `queue_bytes_max` wait to be stored.
 
     Reads all weights once for a fingerprint. Raises UnsupportedModelError when the KV of this model cannot be
-    cached, and InvalidArgumentError when the model is cached already. Afterwards no fault of the store reaches
-    generate(). Undone by uncache(); do that before copying or pickling the model.
+    cached, InvalidArgumentError when it is cached already, and ConfigError for an address that cannot be. Afterwards
+    no fault of the store reaches generate(). Undone by uncache(); do that before copying or pickling the model.
     """
     if isinstance(getattr(model, _ATTRIBUTE, None), HuggingFaceConnector):
         raise InvalidArgumentError("the model is cached already; call uncache(model) first")
@@ -129,28 +131,6 @@ class Limits:
     queue_bytes_max: int
 
 
-class _StoreSource:
-    """The store, connected when first asked for. Closes it only if it was opened here. Thread-safe."""
-
-    def __init__(self, store: KvStore | str) -> None:
-        self._lock = threading.Lock()
-        self._address = store if isinstance(store, str) else None
-        self._store = None if isinstance(store, str) else store
-
-    def get(self) -> KvStore:
-        with self._lock:
-            if self._store is None:
-                assert self._address is not None, "without an address there is a store"
-                self._store = kvstore.connect(self._address)
-            return self._store
-
-    def close(self) -> None:
-        with self._lock:
-            if self._address is not None and self._store is not None:
-                self._store.close()
-                self._store = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Prefix:
     """What a prompt starts with that is loaded: for each row a buffer of the same number of blocks."""
@@ -181,7 +161,8 @@ class HuggingFaceConnector:
         self._settings = namespace
         self._limits = limits
         self._watch = WeightsWatch(model)
-        self._source = _StoreSource(store)
+        # Connecting happens at the first call; here only the address is checked.
+        self._store = kvstore.connect(store) if isinstance(store, str) else store
         self._breaker = breaker = CircuitBreaker(clock)
         self._counters = counters = ConnectorCounters()
         self._verified: bool | None = None
@@ -196,7 +177,8 @@ class HuggingFaceConnector:
             "kvstore-store", record_failure, jobs_max=QUEUED_STORES_MAX, queue_bytes_max=limits.queue_bytes_max
         )
         # The threads know nothing of the connector, so that they end with a model that is dropped without uncache().
-        self._end = weakref.finalize(self, _end_threads, self._calls, self._stores, self._source)
+        own_store = self._store if isinstance(store, str) else None
+        self._end = weakref.finalize(self, _end, self._calls, self._stores, own_store)
         self._guarded(lambda: self._verify(namespace), ATTACH_SECONDS)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the signature of transformers
@@ -208,7 +190,10 @@ class HuggingFaceConnector:
         if isinstance(prefix, Bypass):
             self._counters.count_bypass(prefix)
             return self._plain_generate(**arguments)
-        cache = cache_from_rows(self._model.config, prefix.rows, self._model.device)
+        cache = self._filled_cache(prefix)
+        if cache is None:
+            self._counters.count_bypass(Bypass.MEMORY)
+            return self._plain_generate(**arguments)
         result = self._plain_generate(**arguments | {"past_key_values": cache})
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         tensors = layer_tensors(cache)
@@ -276,7 +261,7 @@ class HuggingFaceConnector:
         return None if self._verified else Bypass.UNVERIFIED
 
     def _verify(self, namespace: Namespace) -> None:
-        equal = _gives_back_what_it_takes(self._source.get(), namespace)
+        equal = _gives_back_what_it_takes(self._store, namespace)
         self._breaker.record_success()
         if namespace is self._namespace:
             self._verified = equal
@@ -291,8 +276,7 @@ class HuggingFaceConnector:
         self._counters.add(lookups=len(heads), lookup_tokens=sum(map(len, heads)))
 
         def match_rows() -> list[PrefixMatch]:
-            store = self._source.get()
-            return [store.match(namespace, head, root=root) for head in heads]
+            return [self._store.match(namespace, head, root=root) for head in heads]
 
         matches = self._guarded(match_rows, self._limits.lookup_seconds)
         if matches is not None:
@@ -309,8 +293,7 @@ class HuggingFaceConnector:
             return nothing
 
         def load_rows() -> list[torch.Tensor]:
-            store = self._source.get()
-            return [_load_blocks(store, match, blocks) for match in matches]
+            return [_load_blocks(self._store, match, blocks) for match in matches]
 
         rows = self._guarded(load_rows, self._limits.load_seconds)
         if rows is None:
@@ -318,6 +301,13 @@ class HuggingFaceConnector:
         self._counters.add(loaded_tokens=sum(map(len, rows)) * layout.block_tokens)
         shortest = min(map(len, rows))
         return [row[:shortest] for row in rows]
+
+    def _filled_cache(self, prefix: _Prefix) -> DynamicCache | None:
+        try:
+            return cache_from_rows(self._model.config, prefix.rows, self._model.device)
+        except _NO_MEMORY as error:
+            self._counters.count_failure(error)
+            return None
 
     def _guarded(self, function: Callable[[], T], seconds: float) -> T | None:
         outcome = self._calls.call(function, seconds)
@@ -352,7 +342,7 @@ class HuggingFaceConnector:
         assert self._namespace is not None, "an unsupported model is bypassed"
         try:
             return blocks_from_cache(tensors, self._namespace.layout, row, first, last)
-        except (MemoryError, RuntimeError) as error:  # torch reports lack of memory as a RuntimeError
+        except _NO_MEMORY as error:
             self._counters.count_failure(error)
             return None
 
@@ -365,7 +355,7 @@ class HuggingFaceConnector:
             if not self._breaker.allows_call():
                 self._counters.add(dropped_blocks=len(blocks))
                 return
-            stage = self._source.get().stage(namespace, tokens, root=root, from_block=first)
+            stage = self._store.stage(namespace, tokens, root=root, from_block=first)
             try:
                 if stage.blocks:
                     stage.write_from(blocks, from_block=first)
@@ -410,7 +400,8 @@ def _gives_back_what_it_takes(store: KvStore, namespace: Namespace) -> bool:
     return torch.equal(read.view(torch.uint8).reshape(1, -1), written)
 
 
-def _end_threads(calls: GuardedCalls, stores: BackgroundStores, source: _StoreSource) -> None:
+def _end(calls: GuardedCalls, stores: BackgroundStores, own_store: KvStore | None) -> None:
     calls.close()
     stores.close(CLOSE_SECONDS)
-    source.close()
+    if own_store is not None:
+        own_store.close()

@@ -24,6 +24,7 @@ class Bypass(enum.StrEnum):
     ARGUMENT = "argument"
     AUTOCAST = "autocast"
     INPUTS = "inputs"
+    MEMORY = "memory"
     OWN_CACHE = "own_cache"
     PADDING = "padding"
     SETTING = "setting"

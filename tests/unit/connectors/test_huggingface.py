@@ -10,8 +10,16 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 
+from kvstore.connectors import huggingface
 from kvstore.connectors.huggingface import cached, connector_of, uncache
-from kvstore.errors import InvalidArgumentError, InvalidNamespaceError, NoSpaceError, StorageError, UnavailableError
+from kvstore.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    InvalidNamespaceError,
+    NoSpaceError,
+    StorageError,
+    UnavailableError,
+)
 
 BLOCK = 16
 NEW_TOKENS = 20
@@ -435,6 +443,34 @@ def test_a_store_that_changes_bytes_disables_the_connector(llama, attach, store)
     assert stats(model).failures == {"SelfCheckError": 1}
     assert store.calls["match"] == 1
     assert store.blocks == {}
+
+
+def test_lack_of_memory_for_the_loaded_blocks_breaks_no_generate(llama, attach, monkeypatch):
+    model = attach(llama)
+    expected = plain(model, prompt_of(64))
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(huggingface, "cache_from_rows", fail)
+    assert torch.equal(expected, served(model, prompt_of(64)))
+    assert stats(model).bypassed == {"memory": 1}
+
+
+def test_a_model_that_becomes_unsupported_is_computed_without_the_store(llama, attach):
+    model = attach(llama)
+    expected = plain(model, prompt_of(64))
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    connector_of(model).refresh()
+    assert torch.equal(expected, served(model, prompt_of(64)))
+    assert stats(model).bypassed == {"unsupported": 1}
+    assert stats(model).failures == {"UnsupportedModelError": 1}
+
+
+def test_an_address_that_cannot_be_is_told_at_once(llama):
+    with pytest.raises(ConfigError):
+        cached(llama, "nonsense://x")
+    assert "generate" not in vars(llama)
 
 
 def test_uncache_gives_back_the_plain_model(llama, store):
