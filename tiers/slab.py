@@ -131,11 +131,6 @@ class Slab:
         """The slab number, part of its file name."""
         return self.header.number
 
-    @property
-    def file_bytes(self) -> int:
-        """Length of the whole file."""
-        return slab_bytes(self.geometry, self.header.slot_count)
-
     def slot_offset(self, index: int) -> int:
         """Where a slot begins in the file."""
         return PAGE_BYTES + index * self.geometry.slot_bytes

@@ -51,11 +51,6 @@ class SlotMap:
         """Slots handed out and not given back."""
         return self._slot_count - self._free_count
 
-    @property
-    def slot_count(self) -> int:
-        """Slots of all ranges, free and used."""
-        return self._slot_count
-
     def ranges(self) -> tuple[SlotRange, ...]:
         """The ranges in ascending order."""
         return tuple(SlotRange(item.first, item.count) for item in self._ranges)
@@ -63,12 +58,11 @@ class SlotMap:
     def add(self, count: int) -> SlotRange:
         """A new range of `count` free slots, at the lowest numbers that are not in use."""
         first, position = 0, 0
-        for position, item in enumerate(self._ranges):  # noqa: B007  # the position of the gap is the result
+        for item in self._ranges:
             if item.first - first >= count:
                 break
             first = item.first + item.count
-        else:
-            position = len(self._ranges)
+            position += 1
         self._ranges.insert(position, _Range(first, count))
         self._free_count += count
         self._slot_count += count
@@ -100,22 +94,25 @@ class SlotMap:
 
     def take_these(self, slots: Slots) -> None:
         """Mark free slots as used."""
-        self._set_free(slots, expected=True)
+        for item, indices in self._spans(slots):
+            item.occupy(indices)
+        self._free_count -= len(slots)
 
     def release(self, slots: Slots) -> None:
         """Make used slots free again. A slot that is free already, or foreign, is a programming error."""
-        self._set_free(slots, expected=False)
+        for item, indices in self._spans(slots):
+            item.vacate(indices)
+        self._free_count += len(slots)
 
-    def _set_free(self, slots: Slots, *, expected: bool) -> None:
-        """Turn slots whose free mark is `expected` into the opposite."""
+    def _spans(self, slots: Slots) -> Iterator[tuple[_Range, IndexArray]]:
+        """Ranges, each with the indices that `slots` has in it."""
         ordered = np.sort(slots)
         assert not np.any(ordered[1:] == ordered[:-1]), "a slot is named twice"
         start = 0
         while start < len(ordered):
             item = self._range_of(int(ordered[start]))
             stop = int(np.searchsorted(ordered, item.first + item.count))
-            item.flip(ordered[start:stop].astype(np.intp) - item.first, expected=expected)
-            self._free_count += (start - stop) if expected else (stop - start)
+            yield item, ordered[start:stop].astype(np.intp) - item.first
             start = stop
 
     def _range_of(self, slot: int) -> _Range:
@@ -150,14 +147,16 @@ class _Range:
             limit -= len(found)
             yield found
 
-    def flip(self, indices: IndexArray, *, expected: bool) -> None:
-        assert bool(np.all(self._free[indices] == expected)), "slot freed twice, or in use already"
-        self._free[indices] = not expected
-        if expected:
-            self.free_count -= len(indices)
-        else:
-            self.free_count += len(indices)
-            self._lowest = min(self._lowest, int(indices.min()))
+    def occupy(self, indices: IndexArray) -> None:
+        assert self._free[indices].all(), "slot in use already"
+        self._free[indices] = False
+        self.free_count -= len(indices)
+
+    def vacate(self, indices: IndexArray) -> None:
+        assert not self._free[indices].any(), "slot freed twice"
+        self._free[indices] = True
+        self.free_count += len(indices)
+        self._lowest = min(self._lowest, int(indices[0]))
 
 
 @dataclass(frozen=True, slots=True)

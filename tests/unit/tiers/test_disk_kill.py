@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from conftest import Blocks, Disk
 
 MIB = 1 << 20
-CAPACITY_BYTES = 8 * MIB
+CAPACITY_BYTES = 2 * MIB
 
 # Stores runs of blocks, frees old ones when the tier is full, and reports each run that was stored or freed.
 WRITER = """
@@ -81,7 +81,7 @@ def test_a_killed_writer_leaves_only_right_blocks(disk: Disk, blocks: Blocks) ->
     generator = random.Random(seed)
     first = 0
     for turn in range(10):
-        held = run_and_kill(disk, first, generator.randrange(1, 150))
+        held = run_and_kill(disk, first, generator.randrange(1, 70))
         first += 100_000
         if turn % 3 == 2:
             shutil.rmtree(disk.path / "index")
