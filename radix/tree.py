@@ -64,7 +64,7 @@ class RadixTree:
     Callers lease, release and touch prefixes only, so holds and ticks never grow from the root towards a leaf.
 
     Not thread-safe: the caller's lock covers every call. Malformed arguments and ids that are unknown or freed raise
-    ValueError before anything changes. The GIL is released for prompts of more than 16,384 tokens.
+    ValueError before anything changes. The GIL is released where more than about 200 us of work are expected.
     """
 
     __slots__ = ("_native",)

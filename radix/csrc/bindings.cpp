@@ -25,18 +25,16 @@ using kvstore::Removed;
 
 using InputArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::device::cpu>;
 
-// Below about 200 us of work, getting the GIL back costs more than keeping it.
-constexpr size_t kReleaseGilTokens = 16384;
+// Below about 200 us of work, getting the GIL back costs more than keeping it. Counted in tokens compared or hashed,
+// and in blocks scanned.
+constexpr size_t kReleaseGilWork = 16384;
 
-class GilPolicy {
- public:
-  explicit GilPolicy(size_t token_count) {
-    if (token_count > kReleaseGilTokens) release_.emplace();
-  }
-
- private:
-  std::optional<nb::gil_scoped_release> release_;
-};
+template <typename Call>
+auto WithoutGilIfLong(size_t work, Call call) {
+  std::optional<nb::gil_scoped_release> release;
+  if (work > kReleaseGilWork) release.emplace();
+  return call();
+}
 
 // The values of an array, in place; those of a strided one (such as ids[::-1]) are gathered.
 class View {
@@ -101,12 +99,7 @@ void BindTree(nb::module_& module) {
       .def("match",
            [](const RadixTree& tree, const nb::bytes& root, const InputArray& tokens) {
              const Key128 key = AsRoot(root);
-             kvstore::Ids ids;
-             {
-               const GilPolicy gil(tokens.size());
-               ids = tree.Match(key, View(tokens));
-             }
-             return IdsToNumpy(std::move(ids));
+             return IdsToNumpy(WithoutGilIfLong(tokens.size(), [&] { return tree.Match(key, View(tokens)); }));
            },
            "root"_a, "tokens"_a.noconvert())
       .def("touch", [](RadixTree& tree, const InputArray& ids, uint64_t tick) { tree.Touch(View(ids), tick); },
@@ -122,11 +115,8 @@ void BindTree(nb::module_& module) {
       .def("stage",
            [](RadixTree& tree, const nb::bytes& root, const InputArray& tokens, int64_t from_block, uint64_t tick) {
              const Key128 key = AsRoot(root);
-             kvstore::Staged staged;
-             {
-               const GilPolicy gil(tokens.size());
-               staged = tree.Stage(key, View(tokens), from_block, tick);
-             }
+             kvstore::Staged staged =
+                 WithoutGilIfLong(tokens.size(), [&] { return tree.Stage(key, View(tokens), from_block, tick); });
              return nb::make_tuple(staged.existing_blocks, IdsToNumpy(std::move(staged.ids)));
            },
            "root"_a, "tokens"_a.noconvert(), "from_block"_a, "tick"_a)
@@ -141,11 +131,15 @@ void BindTree(nb::module_& module) {
            "tier"_a, "limit"_a)
       .def("take_range",
            [](RadixTree& tree, int64_t tier, int64_t first_slot, int64_t slot_count) {
-             return IdsToNumpy(tree.TakeRange(tier, first_slot, slot_count));
+             const auto take = [&] { return tree.TakeRange(tier, first_slot, slot_count); };
+             return IdsToNumpy(WithoutGilIfLong(tree.block_count(), take));
            },
            "tier"_a, "first_slot"_a, "slot_count"_a)
       .def("evict",
-           [](RadixTree& tree, const InputArray& ids, int64_t tier) { return tree.Evict(View(ids), tier); },
+           [](RadixTree& tree, const InputArray& ids, int64_t tier) {
+             const size_t token_count = ids.size() * tree.block_tokens();
+             return WithoutGilIfLong(token_count, [&] { return tree.Evict(View(ids), tier); });
+           },
            "ids"_a.noconvert(), "tier"_a)
       .def("drop", [](RadixTree& tree, const InputArray& ids) { return tree.Drop(View(ids)); }, "ids"_a.noconvert())
       .def("drop_unheld",
@@ -156,16 +150,14 @@ void BindTree(nb::module_& module) {
       .def("clear", &RadixTree::Clear, nb::call_guard<nb::gil_scoped_release>())
       .def("missing_in",
            [](const RadixTree& tree, int64_t tier, int64_t source_tier, int64_t limit) {
-             return IdsToNumpy(tree.MissingIn(tier, source_tier, limit));
+             const auto scan = [&] { return tree.MissingIn(tier, source_tier, limit); };
+             return IdsToNumpy(WithoutGilIfLong(tree.block_count(), scan));
            },
            "tier"_a, "source_tier"_a, "limit"_a)
       .def("keys",
            [](RadixTree& tree, const InputArray& ids) {
-             std::vector<Key128> keys;
-             {
-               const GilPolicy gil(ids.size() * tree.block_tokens());
-               keys = tree.Keys(View(ids));
-             }
+             const size_t token_count = ids.size() * tree.block_tokens();
+             std::vector<Key128> keys = WithoutGilIfLong(token_count, [&] { return tree.Keys(View(ids)); });
              return ToNumpy<uint8_t>(std::move(keys), {ids.size(), 2, sizeof(Key128)});
            },
            "ids"_a.noconvert())
@@ -180,7 +172,7 @@ void BindTree(nb::module_& module) {
              return nb::bytes(key.bytes, sizeof(key.bytes));
            },
            "block_id"_a)
-      .def("check_integrity", &RadixTree::CheckIntegrity);
+      .def("check_integrity", &RadixTree::CheckIntegrity, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

@@ -464,21 +464,25 @@ void RadixTree::FillAttachedKeys(IdSpan ids, std::vector<Key128>* keys) {
   }
   std::sort(order.begin(), order.end());
   uint32_t node_id = kNone;
-  uint32_t at = 0;
+  uint32_t done = 0;  // blocks of the node that `key` covers
+  Key128 parent_key{};
   Key128 key{};
   for (const auto& [place, row] : order) {
     const Block& block = blocks_[ids[row]];
     if (block.node != node_id) {
       node_id = block.node;
-      at = 0;
+      done = 0;
       key = KeyBefore(node_id);
     }
     const Node& node = nodes_[node_id];
     const uint32_t index = block.depth - node.depth;
-    key = ChainThrough(node, at, index, key);
-    (*keys)[2 * row] = key;
-    (*keys)[2 * row + 1] = ChainThrough(node, index, index + 1, key);
-    at = index;
+    if (index >= done) {  // else it is the block of the row before, named twice
+      parent_key = ChainThrough(node, done, index, key);
+      key = ChainThrough(node, index, index + 1, parent_key);
+      done = index + 1;
+    }
+    (*keys)[2 * row] = parent_key;
+    (*keys)[2 * row + 1] = key;
   }
 }
 
