@@ -21,12 +21,11 @@ class StoreSettings:
     room_seconds_max: float = 2.0
     stage_seconds_max: float = 600.0
     lease_seconds_max: float = 3600.0
-    writer_id: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            least = 0 if item.name == "writer_id" or isinstance(value, float) else 1
+            least = 0 if isinstance(value, float) else 1
             if value < least:
                 raise ConfigError(f"{item.name} is {value}, expected at least {least}")
         if self.pinned_ratio_max > 1:

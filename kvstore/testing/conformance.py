@@ -241,10 +241,10 @@ class KvStoreConformance:
         store_prompt(store, BASE, longer)
         assert verified_blocks(store, BASE, longer) == BLOCKS + 2
 
-    @pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
-    def test_a_block_commits_when_all_its_parts_are_written(self, store: KvStore, sizes: dict[str, int]) -> None:
-        layout = dataclasses.replace(LAYOUT, **sizes)
-        namespace = dataclasses.replace(BASE, layout=layout)
+    @pytest.mark.parametrize("ranks", ["world size", "pipeline size"])
+    def test_a_block_commits_when_all_its_parts_are_written(self, store: KvStore, ranks: str) -> None:
+        namespace = OTHER_NAMESPACES[ranks]
+        layout = namespace.layout
         rows = expected_rows(namespace, PROMPT)
         parts = np.split(rows, np.cumsum(layout.part_sizes)[:-1], axis=1)
         stage = store.stage(namespace, PROMPT)
