@@ -92,19 +92,7 @@ class Client:
 
     def lease(self, match: PrefixMatch) -> RemoteLease:
         """Protect a match."""
-        layout = match.namespace.layout
-
-        def attempt(connection: Connection) -> RemoteLease:
-            ns_id = connection.ns_id(match.namespace)
-            request = pb.LeaseRequest(
-                session_id=connection.session.session_id,
-                prompt=convert.prompt_to_proto(ns_id, match.root, match.prompt[: match.tokens]),
-                blocks=match.blocks,
-            )
-            opened = connection.call(CACHE, "Lease", request, pb.LeaseResponse)
-            return RemoteLease(connection, layout, opened)
-
-        return self._call(attempt)
+        return self._call(lambda connection: RemoteLease(connection, match))
 
     def stage(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0
@@ -114,13 +102,8 @@ class Client:
         _check_range(from_block, _UINT32_MAX, "from_block")
 
         def attempt(connection: Connection) -> RemoteStage:
-            request = pb.StageRequest(
-                session_id=connection.session.session_id,
-                prompt=convert.prompt_to_proto(connection.ns_id(namespace), root, prompt),
-                from_block=from_block,
-            )
-            opened = connection.call(CACHE, "Stage", request, pb.StageResponse)
-            return RemoteStage(connection, namespace.layout, from_block, opened)
+            packed = convert.prompt_to_proto(connection.ns_id(namespace), root, prompt)
+            return RemoteStage(connection, namespace.layout, packed, from_block)
 
         return self._call(attempt)
 

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -61,6 +62,7 @@ class Connection:
         self._channel: Any = grpc.insecure_channel(address.target, options=_OPTIONS)
         self._ended = threading.Event()
         self._greeting: Future[pb.SessionResponse] = Future()
+        self._ids = count(1)
         self._namespaces: dict[Namespace, bytes] = {}  # only ever added to
         self._stream = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)(
             self._session_requests()
@@ -83,8 +85,7 @@ class Connection:
 
     def close(self) -> None:
         """End the session and the channel; idempotent. The server releases what the session held."""
-        self._ended.set()
-        self._stream.cancel()
+        self._end()
         self._follower.join()
         self._channel.close()
 
@@ -95,6 +96,18 @@ class Connection:
     def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
         """One call within the deadline of bulk calls."""
         return self._call(service, method, request, response_type, self.deadlines.bulk_seconds)
+
+    def new_id(self) -> int:
+        """An id that names one lease or stage of this session."""
+        return next(self._ids)
+
+    def give_up(self, service: str, method: str, request: Message, response_type: type[Message]) -> None:
+        """Send a call that ends what we may or may not hold, without waiting. If it fails, the session is ended."""
+        if not self.ended:
+            call = self._callable(self._channel.unary_unary, service, method, response_type).future(
+                request, timeout=self.deadlines.control_seconds
+            )
+            call.add_done_callback(self._end_unless_ok)
 
     def load(self, request: pb.LoadRequest, target: NDArray[np.uint8]) -> int:
         """Stream leased blocks into the flat `target`; returns how many leading blocks are right."""
@@ -205,9 +218,16 @@ class Connection:
         error = error_of(err.code(), err.details() or "", metadata, self._address)
         lost = err.code() is grpc.StatusCode.UNAVAILABLE and ERROR_KEY not in dict(metadata)
         if lost or isinstance(error, UnknownSessionError):
-            self._ended.set()
-            self._stream.cancel()
+            self._end()
         return error
+
+    def _end_unless_ok(self, call: Any) -> None:  # noqa: ANN401
+        if call.code() is not grpc.StatusCode.OK:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._stream.cancel()
 
 
 def _serialize(message: Message) -> bytes:

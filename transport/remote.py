@@ -19,18 +19,30 @@ if TYPE_CHECKING:
 
     from kvstore.api import BlockBuffer
     from kvstore.transport.connection import Connection
-    from kvstore.types import CommitResult, KvLayout
+    from kvstore.types import CommitResult, KvLayout, PrefixMatch
+    from kvstore.v1 import block_pb2
 
 
 class RemoteLease:
     """A kvstore.api.Lease of a session. Raises UnavailableError once that session has ended."""
 
-    def __init__(self, connection: Connection, layout: KvLayout, opened: pb.LeaseResponse) -> None:
+    def __init__(self, connection: Connection, match: PrefixMatch) -> None:
         self._connection = connection
-        self._layout = layout
-        self._lease_id = opened.lease_id
-        self._blocks = opened.blocks
+        self._layout = match.namespace.layout
+        self._lease_id = connection.new_id()
         self._open = _OpenFlag("lease")
+        request = pb.LeaseRequest(
+            session_id=connection.session.session_id,
+            prompt=convert.prompt_to_proto(connection.ns_id(match.namespace), match.root, match.prompt[: match.tokens]),
+            blocks=match.blocks,
+            lease_id=self._lease_id,
+        )
+        try:
+            self._blocks = connection.call(CACHE, "Lease", request, pb.LeaseResponse).blocks
+        except UnavailableError:
+            # The server may have granted it, or be about to.
+            connection.give_up(CACHE, "Release", self._release_request(), pb.ReleaseResponse)
+            raise
 
     @property
     def blocks(self) -> int:
@@ -60,8 +72,10 @@ class RemoteLease:
     def release(self) -> None:
         """End the lease; idempotent, and raises nothing if the server cannot be reached."""
         if self._open.end():
-            request = pb.ReleaseRequest(session_id=self._connection.session.session_id, lease_id=self._lease_id)
-            _end(self._connection, "Release", request, pb.ReleaseResponse)
+            _end(self._connection, "Release", self._release_request(), pb.ReleaseResponse)
+
+    def _release_request(self) -> pb.ReleaseRequest:
+        return pb.ReleaseRequest(session_id=self._connection.session.session_id, lease_id=self._lease_id)
 
     def __enter__(self) -> Self:
         return self
@@ -75,14 +89,23 @@ class RemoteLease:
 class RemoteStage:
     """A kvstore.api.Stage of a session. Raises UnavailableError once that session has ended."""
 
-    def __init__(self, connection: Connection, layout: KvLayout, requested_from: int, opened: pb.StageResponse) -> None:
+    def __init__(self, connection: Connection, layout: KvLayout, prompt: block_pb2.Prompt, from_block: int) -> None:
         self._connection = connection
         self._layout = layout
-        self._requested_from = requested_from
-        self._stage_id = opened.stage_id
+        self._requested_from = from_block
+        self._stage_id = connection.new_id()
+        self._open = _OpenFlag("stage")
+        request = pb.StageRequest(
+            session_id=connection.session.session_id, prompt=prompt, from_block=from_block, stage_id=self._stage_id
+        )
+        try:
+            opened = connection.call(CACHE, "Stage", request, pb.StageResponse)
+        except UnavailableError:
+            # The server may have opened it, or be about to.
+            connection.give_up(CACHE, "Abort", self._abort_request(), pb.AbortResponse)
+            raise
         self._from_block = opened.from_block
         self._blocks = opened.blocks
-        self._open = _OpenFlag("stage")
 
     @property
     def from_block(self) -> int:
@@ -126,8 +149,10 @@ class RemoteStage:
     def abort(self) -> None:
         """Drop everything written; idempotent, and raises nothing if the server cannot be reached."""
         if self._open.end():
-            request = pb.AbortRequest(session_id=self._connection.session.session_id, stage_id=self._stage_id)
-            _end(self._connection, "Abort", request, pb.AbortResponse)
+            _end(self._connection, "Abort", self._abort_request(), pb.AbortResponse)
+
+    def _abort_request(self) -> pb.AbortRequest:
+        return pb.AbortRequest(session_id=self._connection.session.session_id, stage_id=self._stage_id)
 
     def __enter__(self) -> Self:
         return self

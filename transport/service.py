@@ -141,14 +141,14 @@ class CacheService:
         return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
 
     async def lease(self, request: pb.LeaseRequest) -> pb.LeaseResponse:
-        """Protect a match; a lease whose caller is gone before it learns the id ends at once."""
+        """Protect a match; a lease whose caller is gone before the answer ends at once."""
         session = self._state.sessions.get(request.session_id)
         match = _claimed_match(self._namespace(request), request)
-        lease_id, lease = await self._state.short.run(
-            lambda: session.leases.open(lambda: self._store.lease(match), match.namespace.layout),
-            undo=lambda opened: session.leases.end(opened[0]),
+        lease = await self._state.short.run(
+            lambda: session.leases.open(request.lease_id, lambda: self._store.lease(match), match.namespace.layout),
+            undo=lambda _: session.leases.end(request.lease_id),
         )
-        return pb.LeaseResponse(lease_id=lease_id, blocks=lease.blocks)
+        return pb.LeaseResponse(blocks=lease.blocks)
 
     async def load(self, request: pb.LoadRequest) -> AsyncGenerator[pb.LoadResponse, None]:
         """Send rows while the next ones are read; stop at the first block that is not there."""
@@ -211,19 +211,20 @@ class CacheService:
         return pb.ReleaseResponse()
 
     async def stage(self, request: pb.StageRequest) -> pb.StageResponse:
-        """Begin to store; a stage whose caller is gone before it learns the id is aborted at once."""
+        """Begin to store; a stage whose caller is gone before the answer is aborted at once."""
         session = self._state.sessions.get(request.session_id)
         namespace = self._namespace(request)
         tokens = convert.tokens_from_proto(request.prompt.tokens)
         root = convert.root_from_proto(request.prompt.root)
-        stage_id, stage = await self._state.short.run(
+        stage = await self._state.short.run(
             lambda: session.stages.open(
+                request.stage_id,
                 lambda: self._store.stage(namespace, tokens, root=root, from_block=request.from_block),
                 namespace.layout,
             ),
-            undo=lambda opened: session.stages.end(opened[0]),
+            undo=lambda _: session.stages.end(request.stage_id),
         )
-        return pb.StageResponse(stage_id=stage_id, from_block=stage.from_block, blocks=stage.blocks)
+        return pb.StageResponse(from_block=stage.from_block, blocks=stage.blocks)
 
     async def write(self, requests: AsyncIterator[pb.WriteRequest]) -> pb.WriteResponse:
         """Collect frames to rows and write those, as many at a time as the buffer holds."""

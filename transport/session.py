@@ -42,28 +42,37 @@ class Holdings(Generic[T]):
         self._end = end
         self._lock = threading.Lock()
         self._held: dict[int, Held[T]] = {}  # guarded by _lock, as all below
-        self._opening = 0
-        self._last_id = 0
+        self._opening: dict[int, bool] = {}  # whether it is still wanted, by id
         self._closed = False
 
-    def open(self, acquire: Callable[[], T], layout: KvLayout) -> tuple[int, T]:
-        """Acquire one and keep it under a new id. If the session ended meanwhile, it is ended at once."""
-        with self._lock:
-            if len(self._held) + self._opening >= self._limit:
-                raise NoSpaceError(f"the session holds {self._limit} {self._noun}s, the most it may; end one first")
-            self._opening += 1
+    def open(self, held_id: int, acquire: Callable[[], T], layout: KvLayout) -> T:
+        """Acquire one and keep it under an id of the client's choice.
+
+        What is ended while it is being acquired, by its id or with the session, ends as soon as it is there.
+        """
+        self._reserve(held_id)
         try:
             handle = acquire()
-        finally:
+        except BaseException:
             with self._lock:
-                self._opening -= 1
+                del self._opening[held_id]
+            raise
         with self._lock:
-            if not self._closed:
-                self._last_id += 1
-                self._held[self._last_id] = Held(handle, layout)
-                return self._last_id, handle
-        self._end(handle)
-        raise UnknownSessionError("it ended during the call")
+            wanted = self._opening.pop(held_id) and not self._closed
+            if wanted:
+                self._held[held_id] = Held(handle, layout)
+        if not wanted:
+            self._end(handle)
+            raise ClosedError(f"{self._noun} {held_id} was ended before it was open")
+        return handle
+
+    def _reserve(self, held_id: int) -> None:
+        with self._lock:
+            if not held_id or held_id in self._held or held_id in self._opening:
+                raise InvalidArgumentError(f"{self._noun} id {held_id} is 0 or in use, expected a new one")
+            if len(self._held) + len(self._opening) >= self._limit:
+                raise NoSpaceError(f"the session holds {self._limit} {self._noun}s, the most it may; end one first")
+            self._opening[held_id] = True
 
     def get(self, held_id: int) -> Held[T]:
         """Raises ClosedError for an id that is not open in this session."""
@@ -83,16 +92,20 @@ class Holdings(Generic[T]):
 
     def end(self, held_id: int) -> None:
         """End one; nothing happens if it is not open."""
-        with self._lock:
-            held = self._held.pop(held_id, None)
+        held = self._remove(held_id)
         if held is not None:
             self._end(held.handle)
 
     def try_to_end(self, held_id: int) -> int:
         """Like end, but a failure is logged and counted: returns how many could not be ended."""
-        with self._lock:
-            held = self._held.pop(held_id, None)
+        held = self._remove(held_id)
         return 0 if held is None else self._failures_to_end(held.handle)
+
+    def _remove(self, held_id: int) -> Held[T] | None:
+        with self._lock:
+            if held_id in self._opening:
+                self._opening[held_id] = False
+            return self._held.pop(held_id, None)
 
     def close(self) -> int:
         """End all, now and those still being acquired. Returns how many could not be ended."""

@@ -24,7 +24,7 @@ _ENDING_THREADS = 2
 
 
 class ServiceState:
-    """What the services of one server share. Used from its event loop, but for what the lanes run."""
+    """What the services of one server share. Used from its event loop, but for what the workers run."""
 
     def __init__(self, store: KvStore, secrets: NamespaceSecrets, limits: ServiceLimits) -> None:
         self.store = store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 from typing import TYPE_CHECKING, Any
@@ -59,13 +60,17 @@ class Attacker:
         self.ns_id = opened.ns_id
         tokens = as_token_array(PROMPT)
         self.prompt = prompt_to_proto(opened.ns_id, None, tokens)
-        leased = self.cache.Lease(pb.LeaseRequest(session_id=self.session_id, prompt=self.prompt, blocks=BLOCKS))
-        self.lease_id = leased.lease_id
+        self.lease_id = 1
+        self.cache.Lease(
+            pb.LeaseRequest(session_id=self.session_id, prompt=self.prompt, blocks=BLOCKS, lease_id=self.lease_id)
+        )
+        self.stage_ids = itertools.count(1)
         self.new_prompt = prompt_to_proto(opened.ns_id, None, tokens + 1000)
 
     def stage(self) -> int:
-        request = pb.StageRequest(session_id=self.session_id, prompt=self.new_prompt)
-        return int(self.cache.Stage(request).stage_id)
+        stage_id = next(self.stage_ids)
+        self.cache.Stage(pb.StageRequest(session_id=self.session_id, prompt=self.new_prompt, stage_id=stage_id))
+        return stage_id
 
     def write(self, **start: Any) -> Callable[..., Any]:
         opening = pb.WriteRequest(start=pb.WriteStart(session_id=self.session_id, **start))
@@ -208,9 +213,9 @@ def test_a_block_of_gigabytes_is_no_reason_to_allocate_them(attacker: Attacker):
     message.layout.head_dim = 2**30
     opened = attacker.cache.OpenNamespace(pb.OpenNamespaceRequest(session_id=attacker.session_id, namespace=message))
     prompt = block_pb2.Prompt(ns_id=opened.ns_id, tokens=bytes(16))
-    staged = attacker.cache.Stage(pb.StageRequest(session_id=attacker.session_id, prompt=prompt))
-    assert staged.blocks == 0
-    refused(lambda: attacker.write(stage_id=staged.stage_id, blocks=1)(b"x"), INVALID, "by parts")
+    request = pb.StageRequest(session_id=attacker.session_id, prompt=prompt, stage_id=1)
+    assert attacker.cache.Stage(request).blocks == 0
+    refused(lambda: attacker.write(stage_id=1, blocks=1)(b"x"), INVALID, "by parts")
 
 
 def test_loads_outside_of_the_lease_are_refused(attacker: Attacker):
@@ -231,6 +236,17 @@ def test_a_lease_of_more_blocks_than_the_prompt_has_is_refused(attacker: Attacke
     for blocks in (BLOCKS + 1, 2**32 - 1):
         request = pb.LeaseRequest(session_id=attacker.session_id, prompt=attacker.prompt, blocks=blocks)
         refused(lambda request=request: attacker.cache.Lease(request), INVALID)
+
+
+@pytest.mark.parametrize("lease_id", [0, 1])
+def test_an_id_that_is_none_or_in_use_is_refused(attacker: Attacker, lease_id: int):
+    request = pb.LeaseRequest(session_id=attacker.session_id, prompt=attacker.prompt, lease_id=lease_id)
+    refused(lambda: attacker.cache.Lease(request), INVALID, "lease id")
+    stage_id = attacker.stage()
+    for used in (0, stage_id):
+        again = pb.StageRequest(session_id=attacker.session_id, prompt=attacker.new_prompt, stage_id=used)
+        refused(lambda again=again: attacker.cache.Stage(again), INVALID, "stage id")
+    attacker.cache.Abort(pb.AbortRequest(session_id=attacker.session_id, stage_id=stage_id))
 
 
 def test_writes_of_the_wrong_size_end_their_stage_and_leave_nothing(attacker: Attacker):

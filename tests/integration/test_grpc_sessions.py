@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import ClosedError, UnavailableError
+from kvstore.errors import ClosedError, NoSpaceError, UnavailableError
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
 from kvstore.testing.serving import ServedStore
+from kvstore.transport.limits import ServiceLimits
 from kvstore.types import Namespace
 
 if TYPE_CHECKING:
@@ -195,6 +196,61 @@ def test_a_write_that_breaks_off_can_never_be_committed(store: WatchedStore):
         assert store_prompt(client, NAMESPACE, PROMPT).blocks == BLOCKS
 
 
+def test_a_stalled_write_keeps_its_place_for_a_limited_time_only(store: WatchedStore):
+    limits = ServiceLimits(bulk_calls=1, bulk_seconds_max=1.0)
+    with ServedStore(store, limits=limits) as served, kvstore.connect(served.addresses[0]) as client:
+        store_prompt(client, NAMESPACE, PROMPT)
+        lease = client.lease(client.match(NAMESPACE, PROMPT))
+        stage = client.stage(NAMESPACE, [7, *PROMPT])
+        stalled, go = threading.Event(), threading.Event()
+        problems: list[BaseException] = []
+        connection = stage._connection
+        frames = connection._write_requests
+
+        def stall(*arguments: Any) -> Iterator[Any]:
+            pieces = frames(*arguments)
+            yield next(pieces)
+            stalled.set()
+            go.wait()
+            yield from pieces
+
+        def write() -> None:
+            try:
+                stage.write_from(expected_rows(NAMESPACE, [7, *PROMPT]))
+            except UnavailableError as problem:
+                problems.append(problem)
+
+        connection._write_requests = stall
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert stalled.wait(ANSWER_SECONDS)
+        row = bytearray(LAYOUT.block_bytes)
+        while _load_is_taken(lease, row) and not problems:
+            pass  # until the server has read the start of the write
+        writer.join()
+        go.set()
+        assert [str(problem) for problem in problems] == ["the transfer took longer than 1.0 s"]
+        assert lease.load_into(row).blocks == 1
+        assert store.aborted.wait(ANSWER_SECONDS)
+
+
+def test_a_lease_can_be_released_however_busy_the_server_is(store: WatchedStore):
+    limits = ServiceLimits(short_calls=1)
+    with ServedStore(store, limits=limits) as served, kvstore.connect(served.addresses[0]) as client:
+        store_prompt(client, NAMESPACE, PROMPT)
+        lease = client.lease(client.match(NAMESPACE, PROMPT))
+        store.holding = True
+        busy = threading.Thread(target=client.stats)
+        busy.start()
+        assert store.entered.wait(ANSWER_SECONDS)
+        with pytest.raises(NoSpaceError, match="1 short calls"):
+            client.match(NAMESPACE, PROMPT)
+        lease.release()
+        assert store.released.is_set()
+        store.go.set()
+        busy.join()
+
+
 def test_a_client_goes_on_after_the_server_was_restarted_but_its_leases_do_not(store: WatchedStore, tmp_path: Path):
     address = f"unix://{tmp_path}/s"
     with kvstore.connect(address) as client:
@@ -230,7 +286,7 @@ def test_a_stopped_server_costs_no_more_than_the_deadlines(
         store_prompt(client, NAMESPACE, PROMPT)
         match = client.match(NAMESPACE, PROMPT)
         lease = client.lease(match)
-        process.send_signal(signal.SIGSTOP)
+        _stop(process)
         calls: list[Callable[[], object]] = [
             lambda: client.match(NAMESPACE, PROMPT),
             lambda: client.stage(NAMESPACE, [7, *PROMPT]),
@@ -255,7 +311,7 @@ def test_a_server_killed_in_mid_load_is_an_error_and_not_a_result(
         prompt = list(range(4 * 2**10))
         assert store_prompt(client, NAMESPACE, prompt).blocks == 2**10
         with client.lease(client.match(NAMESPACE, prompt)) as lease:
-            process.send_signal(signal.SIGSTOP)
+            _stop(process)
             timer = threading.Timer(0.2, process.kill)
             timer.start()
             with pytest.raises(UnavailableError):
@@ -282,6 +338,19 @@ def test_a_stopping_server_lets_open_calls_end_and_takes_no_new_ones(store: Watc
         call.join()
         stop.join()
         assert len(answers) == 1
+
+
+def _load_is_taken(lease: kvstore.Lease, row: bytearray) -> bool:
+    try:
+        lease.load_into(row)
+    except NoSpaceError:
+        return False
+    return True
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
 
 
 def _is_refused(call: Callable[[], object]) -> bool:

@@ -80,22 +80,22 @@ class MatchResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[_block_pb2.TierRun, _Mapping]]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "blocks")
+    __slots__ = ("session_id", "prompt", "blocks", "lease_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     prompt: _block_pb2.Prompt
     blocks: int
-    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., blocks: _Optional[int] = ...) -> None: ...
+    lease_id: int
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., blocks: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class LeaseResponse(_message.Message):
-    __slots__ = ("lease_id", "blocks")
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("blocks",)
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    lease_id: int
     blocks: int
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("session_id", "lease_id", "from_block", "blocks", "part")
@@ -140,24 +140,24 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "from_block")
+    __slots__ = ("session_id", "prompt", "from_block", "stage_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     prompt: _block_pb2.Prompt
     from_block: int
-    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ...) -> None: ...
+    stage_id: int
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ...) -> None: ...
 
 class StageResponse(_message.Message):
-    __slots__ = ("stage_id", "from_block", "blocks")
-    STAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("from_block", "blocks")
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    stage_id: int
     from_block: int
     blocks: int
-    def __init__(self, stage_id: _Optional[int] = ..., from_block: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, from_block: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("start", "frame")

@@ -156,7 +156,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Ends a lease; OK if it has ended already.
+        """Ends a lease, also one that is still being opened; OK if it has ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,7 +185,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Drops everything written and ends the stage; OK if it has ended already.
+        """Drops everything written and ends the stage, also one that is still being opened; OK if it has ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -21,7 +22,8 @@ def holdings(ended: list[str], limit: int = 2) -> Holdings[str]:
 def test_what_is_held_ends_once():
     ended: list[str] = []
     held = holdings(ended)
-    first, _ = held.open(lambda: "a", LAYOUT)
+    first = 7
+    held.open(first, lambda: "a", LAYOUT)
     assert held.get(first).handle == "a"
     held.end(first)
     held.end(first)
@@ -32,29 +34,42 @@ def test_what_is_held_ends_once():
 
 def test_the_limit_is_checked_before_anything_is_acquired():
     held = holdings([], limit=1)
-    held.open(lambda: "a", LAYOUT)
+    held.open(1, lambda: "a", LAYOUT)
     with pytest.raises(NoSpaceError, match="1 lease"):
-        held.open(lambda: pytest.fail("acquired beyond the limit"), LAYOUT)
+        held.open(2, lambda: pytest.fail("acquired beyond the limit"), LAYOUT)
+
+
+@pytest.mark.parametrize("held_id", [0, 1])
+def test_an_id_that_is_none_or_in_use_is_refused(held_id: int):
+    held = holdings([])
+    held.open(1, lambda: "a", LAYOUT)
+    with pytest.raises(InvalidArgumentError, match="lease id"):
+        held.open(held_id, lambda: pytest.fail("acquired"), LAYOUT)
+    assert held.get(1).handle == "a"
 
 
 def test_a_failed_acquisition_takes_no_place():
     held = holdings([], limit=1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
-            held.open(lambda: str(1 // 0), LAYOUT)
-    assert held.open(lambda: "a", LAYOUT)[1] == "a"
+            held.open(1, lambda: str(1 // 0), LAYOUT)
+    assert held.open(1, lambda: "a", LAYOUT) == "a"
 
 
 def test_what_is_taken_does_not_end_with_the_session():
     ended: list[str] = []
     held = holdings(ended)
-    first, _ = held.open(lambda: "a", LAYOUT)
+    first = 7
+    held.open(first, lambda: "a", LAYOUT)
     assert held.take(first) == "a"
     assert held.close() == 0
     assert ended == []
 
 
-def test_what_is_acquired_while_the_session_ends_ends_too():
+@pytest.mark.parametrize(
+    "end", [lambda held: held.end(1), lambda held: held.close()], ids=["by id", "with the session"]
+)
+def test_what_is_ended_while_it_is_acquired_ends_once_it_is_there(end: Callable[[Holdings[str]], object]):
     ended: list[str] = []
     held = holdings(ended)
     acquiring, go = threading.Event(), threading.Event()
@@ -67,14 +82,14 @@ def test_what_is_acquired_while_the_session_ends_ends_too():
 
     def open_one() -> None:
         try:
-            held.open(acquire, LAYOUT)
-        except UnknownSessionError as error:
+            held.open(1, acquire, LAYOUT)
+        except ClosedError as error:
             problems.append(error)
 
     thread = threading.Thread(target=open_one)
     thread.start()
     acquiring.wait()
-    held.close()
+    end(held)
     go.set()
     thread.join()
     assert ended == ["late"]
@@ -90,8 +105,8 @@ def test_one_that_fails_to_end_is_counted_and_the_others_end(caplog: pytest.LogC
         ended.append(name)
 
     held: Holdings[str] = Holdings("lease", 3, end)
-    for name in ("a", "bad", "b"):
-        held.open(lambda name=name: name, LAYOUT)
+    for held_id, name in enumerate(("a", "bad", "b"), start=1):
+        held.open(held_id, lambda name=name: name, LAYOUT)
     assert held.close() == 1
     assert ended == ["a", "b"]
     assert [record.getMessage() for record in caplog.records] == ["a lease could not be ended"]
