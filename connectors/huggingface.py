@@ -330,21 +330,25 @@ class HuggingFaceConnector:
         last = covered_tokens // layout.block_tokens
         if last <= prefix.blocks:
             return
-        job_bytes = (last - prefix.blocks) * layout.block_bytes
         for row, row_tokens in enumerate(tokens[:, : last * layout.block_tokens]):
-            blocks = self._copy_blocks(tensors, row, prefix.blocks, last) if self._stores.has_room(job_bytes) else None
-            if blocks is None or not self._stores.offer(
-                self._store_job(self._namespace, row_tokens, prefix, blocks), job_bytes
-            ):
+            if not self._queue_row(prefix, row, row_tokens, tensors):
                 self._counters.add(dropped_blocks=last - prefix.blocks)
 
-    def _copy_blocks(self, tensors: LayerTensors, row: int, first: int, last: int) -> torch.Tensor | None:
+    def _queue_row(self, prefix: _Prefix, row: int, tokens: torch.Tensor, tensors: LayerTensors) -> bool:
         assert self._namespace is not None, "an unsupported model is bypassed"
+        layout = self._namespace.layout
+        last = len(tokens) // layout.block_tokens
+        job_bytes = (last - prefix.blocks) * layout.block_bytes
+        if not self._stores.has_room(job_bytes):
+            return False
         try:
-            return blocks_from_cache(tensors, self._namespace.layout, row, first, last)
+            blocks = blocks_from_cache(tensors, layout, row, prefix.blocks, last)
         except _NO_MEMORY as error:
             self._counters.count_failure(error)
-            return None
+            return False
+        return blocks is not None and self._stores.offer(
+            self._store_job(self._namespace, tokens, prefix, blocks), job_bytes
+        )
 
     def _store_job(
         self, namespace: Namespace, tokens: torch.Tensor, prefix: _Prefix, blocks: torch.Tensor

@@ -72,6 +72,14 @@ def test_tokens_are_the_same_for_every_length_of_a_hit(make, tokens, request, at
     assert stats(model).loaded_tokens == (tokens - 1) // BLOCK * BLOCK
 
 
+def test_int32_prompts_are_served(llama, attach):
+    model = attach(llama)
+    expected = plain(model, prompt_of(64))
+    served(model, prompt_of(64).int())
+    assert torch.equal(expected, served(model, prompt_of(64).int()).long())
+    assert stats(model).loaded_tokens == 48
+
+
 def test_a_longer_prompt_reuses_the_shared_prefix_alone(llama, attach):
     model = attach(llama)
     first = prompt_of(90)
