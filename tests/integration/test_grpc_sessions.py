@@ -280,8 +280,8 @@ def test_a_stopped_server_costs_no_more_than_the_deadlines(
     assert process.stdout is not None
     address = process.stdout.readline().strip()
     with (
-        kvstore.connect(address, control_seconds=0.5, bulk_seconds=0.5) as client,
-        kvstore.connect(address, control_seconds=0.5) as fresh,
+        kvstore.connect(address, control_seconds=1.0, bulk_seconds=1.0) as client,
+        kvstore.connect(address, control_seconds=1.0) as fresh,
     ):
         store_prompt(client, NAMESPACE, PROMPT)
         match = client.match(NAMESPACE, PROMPT)
@@ -297,7 +297,7 @@ def test_a_stopped_server_costs_no_more_than_the_deadlines(
             start = time.monotonic()
             with pytest.raises(UnavailableError, match=r"within|deadline"):
                 call()
-            assert time.monotonic() - start < 1.5
+            assert time.monotonic() - start < 3.0
         process.send_signal(signal.SIGCONT)
 
 
@@ -324,13 +324,14 @@ def test_a_server_killed_in_mid_load_is_an_error_and_not_a_result(
 def test_a_stopping_server_lets_open_calls_end_and_takes_no_new_ones(store: WatchedStore):
     served = ServedStore(store)
     answers: list[object] = []
-    with kvstore.connect(served.addresses[0]) as client, kvstore.connect(served.addresses[0]) as other:
+    patient = kvstore.connect(served.addresses[0], control_seconds=60)
+    with patient, kvstore.connect(served.addresses[0], control_seconds=60) as other:
         other.stats()
         store.holding = True
-        call = threading.Thread(target=lambda: answers.append(client.stats()))
+        call = threading.Thread(target=lambda: answers.append(patient.stats()))
         call.start()
         assert store.entered.wait(ANSWER_SECONDS)
-        stop = threading.Thread(target=served.stop, args=(ANSWER_SECONDS,))
+        stop = threading.Thread(target=served.stop, args=(60,))
         stop.start()
         while not _is_refused(other.status):
             pass  # the moment at which the server begins to refuse is its own
