@@ -27,7 +27,7 @@ def as_table(report: DemoReport) -> str:
         lines += ["", "The tokens are identical, the sidecar counted what the engines did, no block was stored twice."]
     machine = report.machine
     lines.append(
-        f"{machine['processor']}, {machine['engine_threads']} threads, torch {machine['torch']}, "
+        f"{machine['processor']}, threads of an engine: {machine['engine_threads']}, torch {machine['torch']}, "
         f"transformers {machine['transformers']}; {report.seconds:.0f} s in all."
     )
     return "\n".join(lines)
