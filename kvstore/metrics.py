@@ -113,6 +113,12 @@ STORE_METRICS = (
         "Blocks dropped since what was read is not what was written.",
         lambda stats: _single(stats.corrupt_blocks),
     ),
+    StoreMetric(
+        "kvstore_disk_faults_total",
+        "What the disk did wrong, by kind; each was a miss or a refused store.",
+        lambda stats: _by_label(stats.disk_faults),
+        ("kind",),
+    ),
     StoreMetric("kvstore_leases", "Leases that are held.", lambda stats: _single(stats.leases)),
     StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: _single(stats.stages)),
     StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: _single(stats.pins)),

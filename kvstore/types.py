@@ -27,6 +27,7 @@ DTYPE_BYTES = {
 }
 BLOCK_TOKENS_MAX = 4096
 FIELD_BYTES_MAX = 1024
+PARTS_MAX = 256
 
 
 class Tier(enum.IntEnum):
@@ -70,31 +71,11 @@ class KvLayout:
     engine_layout: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tensor_parallel", "pipeline_parallel"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-                raise InvalidLayoutError(f"layout.{name} is {value!r}, expected a whole number of at least 1")
-        if self.block_tokens > BLOCK_TOKENS_MAX:
-            raise InvalidLayoutError(f"layout.block_tokens is {self.block_tokens}, expected at most {BLOCK_TOKENS_MAX}")
-        if self.dtype not in DTYPE_BYTES:
-            raise InvalidLayoutError(f"layout.dtype is {self.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
-        if self.kv_form not in tuple(KvForm):
-            raise InvalidLayoutError(f"layout.kv_form is {self.kv_form!r}, expected one of {', '.join(KvForm)}")
-        if self.kv_form == KvForm.LATENT and self.kv_heads != 1:
-            raise InvalidLayoutError(f"layout.kv_heads is {self.kv_heads}, expected 1 for the latent form")
-        if self.kv_heads % self.tensor_parallel and self.tensor_parallel % self.kv_heads:
-            raise InvalidLayoutError(
-                f"layout.tensor_parallel is {self.tensor_parallel}, expected a divisor or a multiple of "
-                f"kv_heads ({self.kv_heads})"
-            )
-        if self.pipeline_parallel > self.layers:
-            raise InvalidLayoutError(
-                f"layout.pipeline_parallel is {self.pipeline_parallel}, expected at most layers ({self.layers})"
-            )
+        _check_counts(self)
+        _check_form(self)
+        _check_ranks(self)
         for name in ("axis_order", "rope", "quantisation", "engine"):
             _check_text(getattr(self, name), f"layout.{name}", InvalidLayoutError)
-        if not isinstance(self.engine_layout, int) or not 0 <= self.engine_layout < 2**31:
-            raise InvalidLayoutError(f"layout.engine_layout is {self.engine_layout!r}, expected a whole number")
 
     @property
     def tensor_writers(self) -> int:
@@ -253,7 +234,8 @@ class TierStats:
 class StoreStats:
     """A snapshot of what a store holds and has done since its start. Hits are counted in tokens.
 
-    `hit_tokens` and `loaded_tokens` are by tier name; `rejected_blocks` and `evicted_blocks` by reason.
+    `hit_tokens` and `loaded_tokens` are by tier name, `rejected_blocks` and `evicted_blocks` by reason, `disk_faults`
+    by kind: what the disk did wrong, each a miss or a refused store.
     """
 
     tiers: dict[str, TierStats]
@@ -267,15 +249,53 @@ class StoreStats:
     rejected_blocks: dict[str, int]
     evicted_blocks: dict[str, int]
     corrupt_blocks: int
+    disk_faults: dict[str, int]
     leases: int
     stages: int
     pins: int
     index_bytes: int
 
 
+def _check_counts(layout: KvLayout) -> None:
+    for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tensor_parallel", "pipeline_parallel"):
+        value = getattr(layout, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+            raise InvalidLayoutError(f"layout.{name} is {value!r}, expected a whole number of at least 1")
+    if layout.block_tokens > BLOCK_TOKENS_MAX:
+        raise InvalidLayoutError(f"layout.block_tokens is {layout.block_tokens}, expected at most {BLOCK_TOKENS_MAX}")
+    if not isinstance(layout.engine_layout, int) or not 0 <= layout.engine_layout < 2**31:
+        raise InvalidLayoutError(f"layout.engine_layout is {layout.engine_layout!r}, expected a whole number")
+
+
+def _check_form(layout: KvLayout) -> None:
+    if layout.dtype not in DTYPE_BYTES:
+        raise InvalidLayoutError(f"layout.dtype is {layout.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+    if layout.kv_form not in tuple(KvForm):
+        raise InvalidLayoutError(f"layout.kv_form is {layout.kv_form!r}, expected one of {', '.join(KvForm)}")
+    if layout.kv_form == KvForm.LATENT and layout.kv_heads != 1:
+        raise InvalidLayoutError(f"layout.kv_heads is {layout.kv_heads}, expected 1 for the latent form")
+
+
+def _check_ranks(layout: KvLayout) -> None:
+    if layout.kv_heads % layout.tensor_parallel and layout.tensor_parallel % layout.kv_heads:
+        raise InvalidLayoutError(
+            f"layout.tensor_parallel is {layout.tensor_parallel}, expected a divisor or a multiple of "
+            f"kv_heads ({layout.kv_heads})"
+        )
+    if layout.pipeline_parallel > layout.layers:
+        raise InvalidLayoutError(
+            f"layout.pipeline_parallel is {layout.pipeline_parallel}, expected at most layers ({layout.layers})"
+        )
+    if layout.part_count > PARTS_MAX:
+        raise InvalidLayoutError(f"the layout has {layout.part_count} parts, expected at most {PARTS_MAX}")
+
+
 def _check_text(value: object, name: str, error: type[InvalidLayoutError] | type[InvalidNamespaceError]) -> None:
     if not isinstance(value, str):
         raise error(f"{name} is a {type(value).__name__}, expected a str")
-    length = len(value.encode("utf-8", "surrogatepass"))
+    try:
+        length = len(value.encode())
+    except UnicodeEncodeError as err:
+        raise error(f"{name} is no Unicode text: {err.reason} at character {err.start}") from err
     if length > FIELD_BYTES_MAX:
         raise error(f"{name} has {length} bytes, expected at most {FIELD_BYTES_MAX}")

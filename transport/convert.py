@@ -47,7 +47,7 @@ _SIMPLE_STATS = (
     "pins",
     "index_bytes",
 )
-_MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks")
+_MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults")
 
 
 def namespace_to_proto(namespace: Namespace) -> block_pb2.Namespace:
@@ -172,6 +172,7 @@ def stats_from_proto(message: block_pb2.StoreStats) -> StoreStats:
         loaded_tokens=dict(message.loaded_tokens),
         rejected_blocks=dict(message.rejected_blocks),
         evicted_blocks=dict(message.evicted_blocks),
+        disk_faults=dict(message.disk_faults),
         **{name: getattr(message, name) for name in _SIMPLE_STATS},
     )
 

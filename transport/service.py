@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvstore.types import KvLayout, Namespace
     from kvstore.v1 import block_pb2
 
-PARTS_MAX = 4096
 BLOCK_BYTES_MAX = 2**40
 EVENTS_MAX = 10_000
 EVENTS_DEFAULT = 1000
@@ -323,9 +322,6 @@ class CacheService:
 
 
 def _check_size(layout: KvLayout) -> None:
-    # The number of parts first: the sizes of all of them are a list.
-    if layout.part_count > PARTS_MAX:
-        raise InvalidLayoutError(f"the layout has {layout.part_count} parts, this server takes {PARTS_MAX}")
     if layout.block_bytes > BLOCK_BYTES_MAX:
         raise InvalidLayoutError(f"a block has {layout.block_bytes} bytes, this server takes {BLOCK_BYTES_MAX}")
 

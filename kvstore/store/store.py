@@ -184,6 +184,7 @@ class Store:
                 rejected_blocks=+counted.rejected_blocks,
                 evicted_blocks=+counted.evicted_blocks,
                 corrupt_blocks=counted.corrupt_blocks,
+                disk_faults={} if self._disk is None else self._disk.faults,
                 leases=len(self._leases),
                 stages=len(self._stages),
                 pins=len(self._pins),

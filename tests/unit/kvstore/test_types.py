@@ -55,6 +55,8 @@ def test_a_latent_has_a_single_writer() -> None:
         ({"pipeline_parallel": 33}, "at most layers"),
         ({"rope": "x" * 1025}, "layout.rope has 1025 bytes"),
         ({"engine": 3}, "expected a str"),
+        ({"engine": "\ud800"}, "layout.engine is no Unicode text"),
+        ({"layers": 5000, "pipeline_parallel": 5000}, "5000 parts, expected at most 256"),
         ({"engine_layout": -1}, "engine_layout is -1"),
     ],
 )

@@ -100,7 +100,13 @@ def test_results_cross_unchanged():
 def test_statistics_cross_unchanged(tiers: dict[str, TierStats], named: dict[str, int], count: int):
     numbers = {item.name: count for item in dataclasses.fields(StoreStats) if item.type == "int"}
     stats = StoreStats(
-        tiers=tiers, hit_tokens=named, loaded_tokens={}, rejected_blocks=named, evicted_blocks={"x": 1}, **numbers
+        tiers=tiers,
+        hit_tokens=named,
+        loaded_tokens={},
+        rejected_blocks=named,
+        evicted_blocks={"x": 1},
+        disk_faults={"y": 2},
+        **numbers,
     )
     message = block_pb2.StoreStats.FromString(convert.stats_to_proto(stats).SerializeToString())
     assert stats == convert.stats_from_proto(message)
