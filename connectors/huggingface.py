@@ -31,6 +31,7 @@ from kvstore.connectors.common import (
     UnsupportedModelError,
 )
 from kvstore.connectors.huggingface_cache import (
+    CACHE_ARGUMENT,
     LayerTensors,
     blocks_from_cache,
     cache_from_rows,
@@ -194,7 +195,7 @@ class HuggingFaceConnector:
         if cache is None:
             self._counters.count_bypass(Bypass.MEMORY)
             return self._plain_generate(**arguments)
-        result = self._plain_generate(**arguments | {"past_key_values": cache})
+        result = self._plain_generate(**arguments | {CACHE_ARGUMENT: cache})
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         tensors = layer_tensors(cache)
         if tensors is not None:

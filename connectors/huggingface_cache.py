@@ -6,10 +6,11 @@ A block is (layers, 2, heads, block_tokens, head_dim), keys before values; a cac
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from kvstore.types import KvLayout
 
 LayerTensors = list[tuple[torch.Tensor, torch.Tensor]]
+
+# Every name that transformers has had for the cache handed to a model, the newest first, and the one it has here.
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+_PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_ARGUMENT = next(name for name in CACHE_ARGUMENTS if name in _PARAMETERS)
 
 
 def layer_tensors(cache: object) -> LayerTensors | None:

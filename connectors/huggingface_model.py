@@ -15,7 +15,7 @@ import xxhash
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.connectors.huggingface_cache import LayerTensors, layer_tensors
+from kvstore.connectors.huggingface_cache import CACHE_ARGUMENT, LayerTensors, layer_tensors
 from kvstore.types import DTYPE_BYTES, KvLayout
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _computed_tensors(model: PreTrainedModel, tokens: int) -> LayerTensors:
     cache = DynamicCache(config=model.config)
     ids = torch.arange(tokens, device=next(model.parameters()).device)[None]
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, use_cache=True, **{CACHE_ARGUMENT: cache})
     tensors = layer_tensors(cache)
     if tensors is None:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))

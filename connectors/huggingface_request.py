@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvstore.connectors.huggingface_cache import CACHE_ARGUMENTS
 from kvstore.connectors.huggingface_model import has_adapter_layers
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _state_bypass(model: PreTrainedModel) -> Bypass | None:
 
 
 def _argument_bypass(model: PreTrainedModel, arguments: Arguments) -> Bypass | None:
-    if arguments.get("past_key_values") is not None:
+    if any(arguments.get(name) is not None for name in CACHE_ARGUMENTS):
         return Bypass.OWN_CACHE
     known = vars(model.generation_config).keys()
     if any(value is not None for name, value in arguments.items() if name not in _NEUTRAL_ARGUMENTS | known):

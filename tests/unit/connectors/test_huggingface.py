@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 
 from kvstore.connectors import huggingface
 from kvstore.connectors.huggingface import cached, connector_of, uncache
+from kvstore.connectors.huggingface_cache import CACHE_ARGUMENT
 from kvstore.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -285,7 +286,7 @@ def test_calls_that_need_more_than_a_prefix_are_computed_without_the_store(optio
 def test_a_cache_of_the_caller_is_left_alone(llama, attach):
     model = attach(llama)
     cache = DynamicCache(config=model.config)
-    served(model, prompt_of(64), past_key_values=cache)
+    served(model, prompt_of(64), **{CACHE_ARGUMENT: cache})
     assert cache.get_seq_length() == 64 + NEW_TOKENS - 1
     assert stats(model).bypassed == {"own_cache": 1}
 
