@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvstore.clock import SystemClock
-from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError
+from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.pins import PinTable
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from kvstore.store.space import Space
     from kvstore.tokens import Tokens
     from kvstore.types import Namespace, Pin, Root, TokenArray
+
+logger = logging.getLogger(__name__)
 
 
 class Store:
@@ -214,10 +217,15 @@ class Store:
             lease.release()
         for stage in list(self._stages):
             stage.abort()
-        self._room.flush()
-        self._host.close()
-        if self._disk is not None:
-            self._disk.close()
+        try:
+            self._room.flush()
+        except StorageError as error:
+            # What did not reach the disk is a miss after the next start; the rest must be released all the same.
+            logger.warning("store closed without a complete flush: cause=%s", error)
+        finally:
+            self._host.close()
+            if self._disk is not None:
+                self._disk.close()
 
     def __enter__(self) -> Self:
         return self
