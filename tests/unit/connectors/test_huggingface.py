@@ -21,6 +21,7 @@ from kvstore.errors import (
     StorageError,
     UnavailableError,
 )
+from kvstore.testing.manual_clock import ManualClock
 
 BLOCK = 16
 NEW_TOKENS = 20
@@ -381,13 +382,13 @@ def test_a_failing_store_never_reaches_generate(method, error, llama, attach, st
 
 def test_a_store_that_is_down_from_the_start_serves_once_it_is_back(llama, attach, store):
     store.faults.errors["stage"] = UnavailableError("not yet")
-    clock = HandClock()
+    clock = ManualClock()
     model = attach(llama, clock=clock)
     expected = plain(model, prompt_of(64))
     assert torch.equal(expected, served(model, prompt_of(64)))
     assert stats(model).bypassed == {"unverified": 1}
     store.faults.errors.clear()
-    clock.now += 60
+    clock.advance(60)
     served(model, prompt_of(64))  # checks the store in the background
     served(model, prompt_of(64))
     assert torch.equal(expected, served(model, prompt_of(64)))
@@ -401,7 +402,7 @@ def test_an_address_where_nobody_listens_is_no_error(llama, attach, tmp_path):
 
 
 def test_a_dead_store_is_not_asked_again_before_the_backoff_ends(llama, attach, store):
-    model = attach(llama, clock=HandClock())
+    model = attach(llama, clock=ManualClock())
     store.faults.errors["match"] = UnavailableError("gone")
     asked = store.calls["match"]
     for _ in range(5):
@@ -523,14 +524,3 @@ def test_a_model_dropped_without_uncache_ends_its_threads(new_llama, store):
     for thread in mine:
         thread.join(10)
     assert not any(thread.is_alive() for thread in mine)
-
-
-class HandClock:
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def unix(self):
-        return self.now
