@@ -1,0 +1,67 @@
+"""How the sidecar decides what settings leave to it, and the lines of its log. The process itself: test_serve.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from kvstore import server
+from kvstore.config import load_config
+from kvstore.log_lines import JsonFormatter, TextFormatter
+from kvstore.tiers.memory_limit import MemoryLimit
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (MemoryLimit(1000 * MIB + 5, "test"), 250 * MIB),
+        (MemoryLimit(100 * MIB, "test"), server.HOST_BYTES_MIN),
+        (None, server.HOST_BYTES_MIN),
+    ],
+)
+def test_host_memory_is_a_quarter_of_what_is_available_and_never_less_than_the_minimum(monkeypatch, limit, expected):
+    monkeypatch.setattr(server, "memory_limit", lambda: limit)
+
+    assert expected == server.host_bytes(load_config(environ={}).config)
+
+
+def test_host_memory_that_is_set_is_taken_as_it_is(monkeypatch):
+    monkeypatch.setattr(server, "memory_limit", lambda: MemoryLimit(0, "test"))
+
+    assert 3 * MIB == server.host_bytes(load_config(environ={}, flags={"tiers.host.capacity_bytes": "3MiB"}).config)
+
+
+def record(with_trace: bool) -> logging.LogRecord:
+    made = logging.makeLogRecord(
+        {"name": "kvstore.x", "levelno": logging.WARNING, "levelname": "WARNING", "msg": "full: used=%d", "args": (3,),
+         "created": 0.25, "msecs": 250.0}
+    )  # fmt: skip
+    if with_trace:
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            made.exc_info = sys.exc_info()
+    return made
+
+
+def test_a_text_line_has_time_level_logger_and_message():
+    assert "1970-01-01T00:00:00.250Z WARNING kvstore.x full: used=3" == TextFormatter().format(record(False))
+
+
+def test_a_json_line_is_one_object_even_with_a_trace():
+    line = JsonFormatter().format(record(True))
+
+    row = json.loads(line)
+    assert 1 == len(line.splitlines())
+    assert ("1970-01-01T00:00:00.250Z", "warning", "kvstore.x", "full: used=3") == (
+        row["time"],
+        row["level"],
+        row["logger"],
+        row["message"],
+    )
+    assert "ValueError: broken" in row["trace"]
