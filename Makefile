@@ -18,7 +18,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full bench check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-full     the same with the slow tests'
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
+	@echo 'make bench         what this version costs on this machine, to bench/results/'
 	@echo 'make protos        regenerate the code of protos/'
 	@echo 'make clean         remove what was built, but not .venv'
 
@@ -49,6 +50,9 @@ tests:
 	exit $$status
 
 check: lint types layers lint-protos check-protos
+
+bench: dev
+	$(BIN)/python bench/bench_store.py --json bench/results/store.json
 
 lint: dev
 	$(BIN)/ruff check

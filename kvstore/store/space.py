@@ -70,6 +70,8 @@ class Space:
     def tier_runs(self, ids: BlockIds) -> tuple[TierRun, ...]:
         """Consecutive runs by the tier of each block's best copy."""
         on_host = self.tree.slots(ids, Tier.HOST) != NO_SLOT
+        if ids.size and on_host.all():
+            return (TierRun(Tier.HOST, ids.size),)
         edges = np.flatnonzero(np.diff(on_host)) + 1
         starts = [0, *edges.tolist()] if ids.size else []
         ends = [*starts[1:], ids.size]

@@ -1,0 +1,30 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_python_example_runs_as_printed(tmp_path: Path) -> None:
+    example = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "kvstore.open" in block)
+    code = example.replace("/tmp/kvstore-data", str(tmp_path))
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["match"].blocks == 4  # type: ignore[attr-defined]
+    assert names["done"].blocks == 4  # type: ignore[attr-defined]
+
+
+def test_the_benchmark_table_is_made_of_the_result_file() -> None:
+    result = ROOT / "bench/results/store.json"
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "bench/report.py"), str(result)], capture_output=True, text=True, check=True
+    )
+    assert made.stdout in README
+    assert json.loads(result.read_text())["machine"]["commit"]
