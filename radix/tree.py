@@ -63,8 +63,11 @@ class RadixTree:
 
     Callers lease, release and touch prefixes only, so holds and ticks never grow from the root towards a leaf.
 
-    Not thread-safe: the caller's lock covers every call. Malformed arguments and ids that are unknown or freed raise
-    ValueError before anything changes. The GIL is released where more than about 200 us of work are expected.
+    The caller's lock covers every call but `match` and `removals`, which may run beside all others. Ids of a match
+    made without the lock may be gone, and reused, by the time it is taken: use them only if `removals` is what it was
+    before the match, else match again under the lock. Malformed arguments and ids that are unknown or freed raise
+    ValueError before anything changes. The GIL is released where more than about 200 us of work are expected, and
+    where `match` would wait for another call.
     """
 
     __slots__ = ("_native",)
@@ -101,6 +104,11 @@ class RadixTree:
         """Bytes that the index itself occupies. O(blocks / 1024)."""
         return self._native.memory_bytes
 
+    @property
+    def removals(self) -> int:
+        """Grows whenever blocks leave the tree: equal before a `match` and now, its ids still name what it found."""
+        return self._native.removals
+
     def tier_blocks(self, tier: Tier) -> int:
         """Blocks in the tree that have a slot in `tier`."""
         return self._native.tier_blocks(_index_of(tier))
@@ -110,7 +118,7 @@ class RadixTree:
         return self._native.match(root, tokens)
 
     def touch(self, ids: BlockIds, tick: int) -> None:
-        """Raise the tick of each block to at least `tick`."""
+        """Raise the tick of each block to at least `tick`, which is below 2^42."""
         self._native.touch(ids, tick)
 
     def slots(self, ids: BlockIds, tier: Tier) -> Slots:
@@ -118,7 +126,10 @@ class RadixTree:
         return self._native.slots(ids, _index_of(tier))
 
     def lease(self, ids: BlockIds) -> None:
-        """Add one hold to each block: it is not evicted and keeps its slots until the hold is released."""
+        """Add one hold to each block: it is not evicted and keeps its slots until the hold is released.
+
+        Raises ValueError where a block has 2^18 - 1 holds already.
+        """
         self._native.lease(ids)
 
     def release(self, ids: BlockIds) -> Removed:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstore.events import EventLog
     from kvstore.tiers.disk_pool import DiskPool
     from kvstore.tiers.host import HostPool
-    from kvstore.types import BlockIds, KvLayout, Root, Slots
+    from kvstore.types import BlockIds, KvLayout, Root, Slots, TokenArray
 
 _ROOTS_REMEMBERED = 4096
 
@@ -45,10 +45,21 @@ class Freed:
             self.space.disk.free(self.disk)
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A match made without the index lock, and what tells whether it still holds."""
+
+    root_key: bytes
+    prompt: TokenArray
+    ids: BlockIds
+    removals: int
+
+
 class Space:
     """A namespace's radix tree, host pool and disk pool.
 
-    Every method that reads or changes the tree is called with the index lock held; the pools have locks of their own.
+    Every method that reads or changes the tree is called with the index lock held, but for `find`; the pools have
+    locks of their own.
     """
 
     def __init__(
@@ -66,6 +77,17 @@ class Space:
     def root_key(self, root: Root | None) -> bytes:
         """The 16-byte key of a root, the plain one for None."""
         return self._root_key(PLAIN_ROOT if root is None else root)
+
+    def find(self, root_key: bytes, prompt: TokenArray) -> Found:
+        """Match a prompt without the index lock, so that long lookups run side by side; `settle` the result under it."""
+        removals = self.tree.removals
+        return Found(root_key, prompt, self.tree.match(root_key, prompt), removals)
+
+    def settle(self, found: Found) -> BlockIds:
+        """Ids of a match that are right while the index lock is held: those found, or fresh ones if any block left."""
+        if self.tree.removals == found.removals:
+            return found.ids
+        return self.tree.match(found.root_key, found.prompt)
 
     def tier_runs(self, ids: BlockIds) -> tuple[TierRun, ...]:
         """Consecutive runs by the tier of each block's best copy."""
@@ -89,7 +111,7 @@ class Space:
             for block, pair, row in zip(ids, keys, tokens, strict=True)
         ]
 
-    def prompt_keys(self, root_key: bytes, prompt: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> list[bytes]:
+    def prompt_keys(self, root_key: bytes, prompt: TokenArray) -> list[bytes]:
         """Keys of all whole blocks of a prompt, the root key first. Needs no lock."""
         keys = hashing.block_keys(self._ns_key, root_key, prompt, self.layout.block_tokens)
         return [root_key, *(row.tobytes() for row in keys)]
@@ -102,7 +124,7 @@ class Space:
         """Remove blocks and all below them whatever their holds; held ones give their slots back at the release."""
         return self._report(self.tree.drop(ids), None)
 
-    def drop_unheld(self, root_key: bytes, prompt: np.ndarray[tuple[int], np.dtype[np.uint32]], first: int) -> Freed:
+    def drop_unheld(self, root_key: bytes, prompt: TokenArray, first: int) -> Freed:
         """Remove what is not held of a prompt from block `first` on, with all below it."""
         return self._report(self.tree.drop_unheld(root_key, prompt, first), None)
 

@@ -63,8 +63,9 @@ class Store:
     ) -> PrefixMatch:
         """The longest stored prefix; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
+        found = space.find(root_key, prompt)
         with self._index.lock:
-            ids = space.tree.match(root_key, prompt)
+            ids = space.settle(found)
             runs = space.tier_runs(ids)
             accounting = self._index.accounting
             if touch and accounting.first_lookup(request_id):
@@ -77,11 +78,11 @@ class Store:
         self._check_open()
         self._end_overdue()
         space = self._index.space(match.namespace)
-        root_key = space.root_key(match.root)
+        found = space.find(space.root_key(match.root), match.prompt)
         with self._index.lock:
             if len(self._leases) >= self._settings.leases_max:
                 raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
-            ids = space.tree.match(root_key, match.prompt)[: match.blocks]
+            ids = space.settle(found)[: match.blocks]
             space.tree.lease(ids)
             lease = StoreLease(self._index, space, ids, self._forget_lease)
             self._leases.add(lease)
@@ -125,8 +126,9 @@ class Store:
             raise InvalidArgumentError(f"ttl_seconds is {ttl_seconds}, expected more than 0, or None for no limit")
         space, root_key, prompt = self._address(namespace, tokens, root)
         self._end_overdue()
+        found = space.find(root_key, prompt)
         with self._index.lock:
-            return self._pins.add(space, space.tree.match(root_key, prompt), ttl_seconds)
+            return self._pins.add(space, space.settle(found), ttl_seconds)
 
     def unpin(self, pin_id: int) -> bool:
         """End a pin; see kvstore.api.KvStore."""

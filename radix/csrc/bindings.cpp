@@ -64,6 +64,15 @@ Key128 AsKey(const nb::bytes& bytes, const char* error) {
 
 Key128 AsRoot(const nb::bytes& bytes) { return AsKey(bytes, "root must be 16 bytes"); }
 
+// Never waits for a call of another thread with the GIL held.
+kvstore::Ids Match(const RadixTree& tree, const Key128& root, IdSpan tokens) {
+  if (tokens.size <= kReleaseGilWork) {
+    if (std::optional<kvstore::Ids> ids = tree.TryMatch(root, tokens)) return *std::move(ids);
+  }
+  const nb::gil_scoped_release release;
+  return tree.Match(root, tokens);
+}
+
 // Hands the values over to numpy, which frees them.
 template <typename Element, typename Value>
 nb::object ToNumpy(std::vector<Value> values, std::initializer_list<size_t> shape) {
@@ -95,11 +104,11 @@ void BindTree(nb::module_& module) {
       .def_prop_ro("node_count", &RadixTree::node_count)
       .def_prop_ro("root_count", &RadixTree::root_count)
       .def_prop_ro("memory_bytes", &RadixTree::memory_bytes)
+      .def_prop_ro("removals", &RadixTree::removals)
       .def("tier_blocks", &RadixTree::tier_blocks, "tier"_a)
       .def("match",
            [](const RadixTree& tree, const nb::bytes& root, const InputArray& tokens) {
-             const Key128 key = AsRoot(root);
-             return IdsToNumpy(WithoutGilIfLong(tokens.size(), [&] { return tree.Match(key, View(tokens)); }));
+             return IdsToNumpy(Match(tree, AsRoot(root), View(tokens)));
            },
            "root"_a, "tokens"_a.noconvert())
       .def("touch", [](RadixTree& tree, const InputArray& ids, uint64_t tick) { tree.Touch(View(ids), tick); },

@@ -14,24 +14,34 @@ constexpr uint32_t kNoSlot = 0xFFFFFFFFu;
 
 enum class BlockState : uint8_t { kFree, kAttached, kDetached };
 
+constexpr unsigned kTickBits = 42;   // 139 years of 1,000 lookups a second
+constexpr unsigned kHoldsBits = 18;
+constexpr uint64_t kTickMax = (uint64_t{1} << kTickBits) - 1;
+constexpr uint64_t kHoldsMax = (uint64_t{1} << kHoldsBits) - 1;
+
 // The state of one block. `depth` is its index in the prefix, so that its place in a node, `depth - node.depth`,
-// survives splits and merges.
+// survives splits and merges. Match, which runs beside touches and leases, reads `slot` alone: the packed word is not its.
 struct Block {
-  uint64_t tick = 0;
   uint32_t slot[kTierCount] = {kNoSlot, kNoSlot};
   uint32_t node = kNone;
   uint32_t depth = 0;
-  uint32_t holds = 0;
-  BlockState state = BlockState::kFree;
-  uint8_t leaving = 0;  // a bit for each tier that the block was taken as a victim of
+  uint64_t tick : kTickBits;
+  uint64_t holds : kHoldsBits;
+  BlockState state : 2;
+  uint64_t leaving : kTierCount;  // a bit for each tier that the block was taken as a victim of
+
+  Block() : tick(0), holds(0), state(BlockState::kFree), leaving(0) {}
 
   uint32_t& FreeLink() { return node; }
   bool staged() const { return slot[0] == kNoSlot && slot[1] == kNoSlot; }
   bool leaves(int tier) const { return (leaving >> tier) & 1; }
   bool resident(int tier) const { return slot[tier] != kNoSlot && !leaves(tier); }
   bool in_use() const { return holds > 0 || leaving != 0; }  // by leases or an eviction under way
+  void RaiseTick(uint64_t other) {
+    if (tick < other) tick = other;
+  }
 };
-static_assert(sizeof(Block) == 32, "the budget of memory per block counts on it");
+static_assert(sizeof(Block) == 24, "the budget of memory per block counts on it");
 
 // A run of blocks. A root has no blocks and no parent. The children differ in their first block.
 struct Node {

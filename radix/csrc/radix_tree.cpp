@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -53,20 +54,20 @@ size_t RadixTree::memory_bytes() const {
 // ---- what callers ask for ----
 
 Ids RadixTree::Match(const Key128& root, TokenSpan tokens) const {
-  Ids ids;
-  Cursor cursor = StartAt(FindRoot(root), tokens);
-  while (Descend(&cursor)) {
-    const Node& node = nodes_[cursor.node];
-    const uint32_t visible = node.staged == 0 ? cursor.taken : LeadingCommitted(node, cursor.taken);
-    ids.insert(ids.end(), node.ids.begin(), node.ids.begin() + visible);
-    if (visible < cursor.taken) break;
-  }
-  return ids;
+  const std::shared_lock lock(shape_mutex_);
+  return FindCommitted(root, tokens);
+}
+
+std::optional<Ids> RadixTree::TryMatch(const Key128& root, TokenSpan tokens) const {
+  const std::shared_lock lock(shape_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return std::nullopt;
+  return FindCommitted(root, tokens);
 }
 
 void RadixTree::Touch(IdSpan ids, uint64_t tick) {
+  CheckTick(tick);
   CheckIds(ids);
-  for (uint32_t id : ids) blocks_[id].tick = std::max(blocks_[id].tick, tick);
+  for (uint32_t id : ids) blocks_[id].RaiseTick(tick);
 }
 
 Ids RadixTree::Slots(IdSpan ids, int64_t tier) const {
@@ -79,23 +80,27 @@ Ids RadixTree::Slots(IdSpan ids, int64_t tier) const {
 
 void RadixTree::Lease(IdSpan ids) {
   CheckIds(ids);
-  for (uint32_t id : ids) ++blocks_[id].holds;
+  AddHolds(ids);
 }
 
 Removed RadixTree::Release(IdSpan ids) {
   CheckIds(ids);
   for (size_t i = 0; i < ids.size; ++i) {
-    if (blocks_[ids[i]].holds == 0) {
+    Block& block = blocks_[ids[i]];
+    if (block.holds == 0) {
       while (i-- > 0) ++blocks_[ids[i]].holds;
       throw std::invalid_argument("a block to release is not leased that often");
     }
-    --blocks_[ids[i]].holds;
+    --block.holds;
   }
   Removed removed;
+  std::unique_lock lock(shape_mutex_, std::defer_lock);  // most releases change no shape
   uint32_t refreshed = kNone;
   for (uint32_t id : ids) {
     const Block* block = FindUsed(id);
     if (block == nullptr || block->holds > 0) continue;
+    const bool leaves = block->staged() || block->state == BlockState::kDetached;
+    if (leaves && !lock.owns_lock()) lock.lock();
     if (block->state == BlockState::kDetached) {
       if (!block->in_use()) FreeDetached(id, &removed);
     } else if (block->staged()) {
@@ -111,6 +116,7 @@ Removed RadixTree::Release(IdSpan ids) {
 
 Staged RadixTree::Stage(const Key128& root, TokenSpan tokens, int64_t from_block, uint64_t tick) {
   if (from_block < 0) throw std::invalid_argument("from_block is negative");
+  CheckTick(tick);
   Staged staged;
   Cursor cursor = StartAt(FindRoot(root), tokens);
   while (Descend(&cursor)) {
@@ -122,12 +128,10 @@ Staged RadixTree::Stage(const Key128& root, TokenSpan tokens, int64_t from_block
     staged.ids.clear();
     return staged;
   }
-  for (uint32_t id : staged.ids) {
-    Block& block = blocks_[id];
-    ++block.holds;
-    block.tick = std::max(block.tick, tick);  // or the new blocks would be hotter than their ancestors
-  }
+  AddHolds(IdSpan{staged.ids.data(), staged.ids.size()});
+  for (uint32_t id : staged.ids) blocks_[id].RaiseTick(tick);  // or the new blocks would be hotter than their ancestors
   if (cursor.depth < cursor.block_count) {
+    const std::unique_lock lock(shape_mutex_);
     if (cursor.node == kNone) cursor.node = NewRoot(root);
     Insert(cursor, tick, &staged.ids);
   }
@@ -142,21 +146,34 @@ std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
     throw std::invalid_argument("a slot to place is NO_SLOT");
   }
   std::vector<uint8_t> placed(ids.size);
+  const std::unique_lock lock(shape_mutex_);
+  // Blocks of one prefix come in a row, so a node is brought up to date once, when the next one begins.
+  uint32_t node_id = kNone;
+  uint32_t count = 0;
+  uint32_t end = 0;
   for (size_t i = 0; i < ids.size; ++i) {
     Block& block = blocks_[ids[i]];
     if (block.state != BlockState::kAttached || block.slot[index] != kNoSlot) continue;
-    if (block.staged()) --nodes_[block.node].staged;
+    if (block.node != node_id) {
+      if (count > 0) BecomeResident(node_id, index, count, end);
+      node_id = block.node;
+      count = end = 0;
+    }
+    if (block.staged()) --nodes_[node_id].staged;
     block.slot[index] = slots[i];
+    count += !block.leaves(index);
+    end = std::max(end, block.depth + 1);
     ++tier_blocks_[index];
-    BecomeResident(ids[i], index);
     placed[i] = 1;
   }
+  if (count > 0) BecomeResident(node_id, index, count, end);
   return placed;
 }
 
 std::optional<uint64_t> RadixTree::ColdestTick(int64_t tier) {
   const uint32_t id = ColdestVictim(CheckTier(tier));
-  return id == kNone ? std::nullopt : std::optional<uint64_t>(blocks_[id].tick);
+  if (id == kNone) return std::nullopt;
+  return uint64_t{blocks_[id].tick};
 }
 
 Ids RadixTree::TakeVictims(int64_t tier, int64_t limit) {
@@ -193,6 +210,7 @@ Ids RadixTree::TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count) {
 Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
   const int index = CheckTier(tier);
   CheckIds(ids);
+  const std::unique_lock lock(shape_mutex_);
   Removed removed;
   Ids displaced;
   Ids last_copies;
@@ -203,7 +221,7 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
       ++removed.kept;
       continue;
     }
-    block.leaving &= static_cast<uint8_t>(~(1u << index));
+    block.leaving &= ~(1u << index);
     const bool is_attached = block.state == BlockState::kAttached;
     if (is_attached && block.holds == 0 && block.slot[1 - index] != kNoSlot) {
       removed.slots[index].push_back(std::exchange(block.slot[index], kNoSlot));
@@ -211,7 +229,7 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
       displaced.push_back(id);
       continue;
     }
-    if (is_attached) BecomeResident(id, index);
+    if (is_attached) BecomeResident(block.node, index, 1, block.depth + 1);
     if (block.holds > 0) {
       ++removed.kept;
     } else if (is_attached) {
@@ -232,6 +250,7 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
 Removed RadixTree::Drop(IdSpan ids) {
   CheckIds(ids);
   Removed removed;
+  const std::unique_lock lock(shape_mutex_);
   CutAll(Ids(ids.begin(), ids.end()), &removed);
   return removed;
 }
@@ -260,12 +279,15 @@ Removed RadixTree::DropUnheld(const Key128& root, TokenSpan tokens, int64_t from
     stack.pop_back();
     visit(nodes_[node_id], 0);
   }
+  const std::unique_lock lock(shape_mutex_);
   CutAll(cuts, &removed);
   return removed;
 }
 
 Removed RadixTree::Clear() {
   Removed removed;
+  const std::unique_lock lock(shape_mutex_);
+  removals_.fetch_add(1, std::memory_order_relaxed);
   for (const auto& [key, root_node] : roots_) {
     RemoveChildren(root_node, key, key, &removed);
     FreeNode(root_node);
@@ -335,6 +357,10 @@ int RadixTree::CheckTier(int64_t tier) {
   return static_cast<int>(tier);
 }
 
+void RadixTree::CheckTick(uint64_t tick) {
+  if (tick > kTickMax) throw std::invalid_argument("tick is " + std::to_string(tick) + ", above 2^42 - 1");
+}
+
 size_t RadixTree::CheckLimit(int64_t limit) {
   if (limit < 0) throw std::invalid_argument("limit is negative");
   return static_cast<size_t>(limit);
@@ -353,7 +379,30 @@ void RadixTree::CheckIds(IdSpan ids) const {
   }
 }
 
+// One hold more on each block, or on none where one of them has as many as can be counted.
+void RadixTree::AddHolds(IdSpan ids) {
+  for (size_t i = 0; i < ids.size; ++i) {
+    if (blocks_[ids[i]].holds == kHoldsMax) {
+      while (i-- > 0) --blocks_[ids[i]].holds;
+      throw std::invalid_argument("a block is leased " + std::to_string(kHoldsMax) + " times already");
+    }
+    ++blocks_[ids[i]].holds;
+  }
+}
+
 // ---- walking ----
+
+Ids RadixTree::FindCommitted(const Key128& root, TokenSpan tokens) const {
+  Ids ids;
+  Cursor cursor = StartAt(FindRoot(root), tokens);
+  while (Descend(&cursor)) {
+    const Node& node = nodes_[cursor.node];
+    const uint32_t visible = node.staged == 0 ? cursor.taken : LeadingCommitted(node, cursor.taken);
+    ids.insert(ids.end(), node.ids.begin(), node.ids.begin() + visible);
+    if (visible < cursor.taken) break;
+  }
+  return ids;
+}
 
 RadixTree::Cursor RadixTree::StartAt(uint32_t root_node, TokenSpan tokens) const {
   return Cursor{tokens.data, static_cast<uint32_t>(tokens.size / block_tokens_), root_node};

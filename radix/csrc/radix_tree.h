@@ -1,11 +1,16 @@
 // A compressed radix tree over token ids: which blocks exist for a prefix, where each one lies, who may go first.
-// One tree serves one namespace. It knows no Python and no threads: callers serialise all calls with one lock.
-// Every call checks its arguments first and throws std::invalid_argument before anything changes.
+// One tree serves one namespace, and knows no Python. Every call checks its arguments first and throws
+// std::invalid_argument before anything changes.
+//
+// Callers serialise all calls with one lock of theirs, but for Match and removals(), which need none: a call holds
+// `shape_mutex_` while it changes what Match reads.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -59,9 +64,15 @@ class RadixTree {
   uint32_t node_count() const { return nodes_.used() - root_count(); }
   uint32_t root_count() const { return static_cast<uint32_t>(roots_.size()); }
   size_t memory_bytes() const;
+
+  // Grows whenever blocks leave the tree. Where it is the same before a Match and under the callers' lock afterwards,
+  // the ids of that Match are still those of the prompt.
+  uint64_t removals() const { return removals_.load(std::memory_order_acquire); }
+
   uint32_t tier_blocks(int64_t tier) const { return tier_blocks_[CheckTier(tier)]; }
 
   Ids Match(const Key128& root, TokenSpan tokens) const;
+  std::optional<Ids> TryMatch(const Key128& root, TokenSpan tokens) const;  // nothing where it would have to wait
   void Touch(IdSpan ids, uint64_t tick);
   Ids Slots(IdSpan ids, int64_t tier) const;
   void Lease(IdSpan ids);
@@ -115,11 +126,14 @@ class RadixTree {
 
   // Arguments.
   static int CheckTier(int64_t tier);
+  static void CheckTick(uint64_t tick);
   static size_t CheckLimit(int64_t limit);
   const Block* FindUsed(uint32_t id) const;
   void CheckIds(IdSpan ids) const;
+  void AddHolds(IdSpan ids);
 
   // Walking.
+  Ids FindCommitted(const Key128& root, TokenSpan tokens) const;
   Cursor StartAt(uint32_t root_node, TokenSpan tokens) const;
   bool Descend(Cursor* cursor) const;
   uint32_t FindRoot(const Key128& root) const;
@@ -155,8 +169,8 @@ class RadixTree {
 
   // Leaving a tier.
   void Take(uint32_t id, int tier);
-  void BecomeResident(uint32_t id, int tier);
-  void AddResident(uint32_t node_id, int tier, int delta);
+  void BecomeResident(uint32_t node_id, int tier, uint32_t count, uint32_t end);
+  void AddResident(uint32_t node_id, int tier, int64_t delta);
   void Propagate(uint32_t node_id, int tier, bool was_occupied);
   uint32_t LastResident(Node* node, int tier);
   void Refresh(uint32_t node_id);
@@ -184,6 +198,8 @@ class RadixTree {
   uint32_t tier_blocks_[kTierCount] = {0, 0};  // attached blocks with a slot in the tier
   std::unordered_map<uint32_t, Identity> detached_;
   size_t edge_bytes_ = 0;
+  std::atomic<uint64_t> removals_{0};
+  mutable std::shared_mutex shape_mutex_;  // guards roots, nodes, children, the pools' chunks and slots against Match
 };
 
 }  // namespace kvstore

@@ -209,6 +209,7 @@ void RadixTree::CutAll(const Ids& ids, Removed* removed) {
 
 // Removes an attached block and its subtree, then mends the shape above.
 void RadixTree::Cut(uint32_t block_id, Removed* removed) {
+  removals_.fetch_add(1, std::memory_order_relaxed);
   const uint32_t node_id = blocks_[block_id].node;
   Node& node = nodes_[node_id];
   const uint32_t kept_count = blocks_[block_id].depth - node.depth;
@@ -327,24 +328,23 @@ void RadixTree::FreeBlock(uint32_t id, Removed* removed) {
 // Marks an attached, resident block as a victim of the tier.
 void RadixTree::Take(uint32_t id, int tier) {
   Block& block = blocks_[id];
-  block.leaving |= static_cast<uint8_t>(1u << tier);
+  block.leaving |= 1u << tier;
   AddResident(block.node, tier, -1);
   RefreshTier(block.node, tier);
 }
 
-// Counts an attached block that came into `tier`, or stays in it after all.
-void RadixTree::BecomeResident(uint32_t id, int tier) {
-  const Block& block = blocks_[id];
-  Node& node = nodes_[block.node];
-  node.resident_end[tier] = std::max(node.resident_end[tier], block.depth + 1);
-  AddResident(block.node, tier, 1);
-  RefreshTier(block.node, tier);
+// Counts `count` blocks of the node that came into `tier`, or stay in it after all; `end` is behind the deepest.
+void RadixTree::BecomeResident(uint32_t node_id, int tier, uint32_t count, uint32_t end) {
+  Node& node = nodes_[node_id];
+  node.resident_end[tier] = std::max(node.resident_end[tier], end);
+  AddResident(node_id, tier, count);
+  RefreshTier(node_id, tier);
 }
 
-void RadixTree::AddResident(uint32_t node_id, int tier, int delta) {
+void RadixTree::AddResident(uint32_t node_id, int tier, int64_t delta) {
   Node& node = nodes_[node_id];
   const bool was_occupied = node.occupied(tier);
-  node.resident[tier] += delta;
+  node.resident[tier] = static_cast<uint32_t>(node.resident[tier] + delta);
   Propagate(node_id, tier, was_occupied);
 }
 

@@ -1,0 +1,173 @@
+"""What the index costs, beside a floor in C++ and the indexes of engines, on one workload (see radix_workload.py).
+
+    python bench/bench_radix.py [--blocks 100000] [--block-tokens 16] [--rounds 5] [--peers kvstore,floor] [--json FILE]
+
+Every answer is compared with the expected depth; a wrong one ends the run. Peers take turns, round by round, on the
+same lookups, so that other load on the machine meets all of them. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from machine import describe
+from radix_peers import PEERS, ROOT, Kvstore
+from radix_workload import make_workload
+
+if TYPE_CHECKING:
+    from radix_peers import Peer
+    from radix_workload import Query, Workload
+
+THREADED_TOKENS = 131_072
+THREADED_CALLS = 600
+
+
+class Results:
+    """The rows of a run, printed as they come."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+
+    def keep(self, **row: object) -> None:
+        """Add one row."""
+        self.rows.append(row)
+        print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+
+
+def build_peers(names: list[str], workload: Workload) -> dict[str, Peer]:
+    """The peers that are installed; says how to get the others."""
+    peers: dict[str, Peer] = {}
+    for name in names:
+        try:
+            peers[name] = PEERS[name](workload.block_tokens, workload.blocks)
+        except ImportError as error:
+            print(f"{name}: left out ({error}); {PEERS[name].install}", file=sys.stderr)
+    return peers
+
+
+def fill(results: Results, name: str, peer: Peer, workload: Workload) -> None:
+    """Store all prompts turn by turn; new blocks per second, and what they occupy."""
+    before = _resident_bytes()
+    took_ns = 0
+    for index, tokens in workload.inserts:
+        prepared = peer.prepare_insert(workload.prompts[index][:tokens])
+        took_ns += peer.insert(prepared)
+        del prepared
+    occupied = _resident_bytes() - before
+    results.keep(op="insert", peer=name, blocks=workload.blocks, blocks_per_s=round(workload.blocks / took_ns * 1e9))
+    counted: dict[str, object] = {}
+    if isinstance(peer, Kvstore):
+        assert peer.tree.block_count == workload.blocks
+        counted["counted_bytes_per_block"] = round(peer.tree.memory_bytes / workload.blocks, 1)
+        counted["nodes"] = peer.tree.node_count
+    results.keep(op="memory", peer=name, bytes_per_block=round(occupied / workload.blocks, 1), **counted)
+
+
+def measure_lookups(results: Results, peers: dict[str, Peer], workload: Workload, rounds: int) -> None:
+    """Latencies of all lookups, by kind and length."""
+    times_us: defaultdict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for name, peer in peers.items():
+            for query in workload.queries:
+                times_us[query.op, query.prompt.size, name].append(_ask(name, peer, query) / 1e3)
+    for (op, tokens, name), values in sorted(times_us.items()):
+        values.sort()
+        p50_us, p99_us = statistics.median(values), values[int(len(values) * 0.99)]
+        results.keep(
+            op=op, peer=name, tokens=tokens, p50_us=round(p50_us, 2), p99_us=round(p99_us, 2), calls=len(values)
+        )
+
+
+def _ask(name: str, peer: Peer, query: Query) -> int:
+    blocks, took_ns = peer.match(peer.prepare(query.prompt))
+    if blocks != query.blocks:
+        raise SystemExit(f"{name}: {query.op} of {query.prompt.size} tokens found {blocks} blocks, not {query.blocks}")
+    return took_ns
+
+
+def measure_threads(results: Results, kvstore: Kvstore, workload: Workload) -> None:
+    """Long lookups by one thread, and the same number by each of two: twice the work in how much more time?"""
+    prompts = [query.prompt for query in workload.queries if query.prompt.size == THREADED_TOKENS]
+
+    def look_up() -> None:
+        for call in range(THREADED_CALLS):
+            kvstore.tree.match(ROOT, prompts[call % len(prompts)])
+
+    scalings = []
+    for _ in range(5):
+        one, two = _seconds(look_up, threads=1), _seconds(look_up, threads=2)
+        scalings.append(2 * one / two)
+    results.keep(
+        op="match_threads",
+        peer="kvstore",
+        tokens=THREADED_TOKENS,
+        threads=2,
+        scaling=round(statistics.median(scalings), 2),
+    )
+
+
+def _seconds(work: object, threads: int) -> float:
+    workers = [threading.Thread(target=work) for _ in range(threads)]  # type: ignore[arg-type]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - start
+
+
+def measure_integrity(results: Results, kvstore: Kvstore, workload: Workload) -> None:
+    """How long a check of every invariant takes."""
+    start = time.perf_counter()
+    problems = kvstore.tree.check_integrity()
+    results.keep(op="check_integrity", peer="kvstore", blocks=workload.blocks, seconds=time.perf_counter() - start)
+    assert problems == [], problems
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Measure all and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=100_000, help="distinct blocks to store")
+    parser.add_argument("--block-tokens", type=int, default=16, help="tokens in a block")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each lookup is done")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which to measure (default: all)")
+    parser.add_argument("--json", type=Path, help="file to write the rows to")
+    arguments = parser.parse_args()
+    workload = make_workload(arguments.blocks, arguments.block_tokens)
+    results = Results()
+    peers = build_peers(arguments.peers.split(","), workload)
+    gc.collect()
+    gc.freeze()
+    for name, peer in peers.items():
+        fill(results, name, peer, workload)
+    measure_lookups(results, peers, workload, arguments.rounds)
+    kvstore = peers.get("kvstore")
+    if isinstance(kvstore, Kvstore):
+        measure_threads(results, kvstore, workload)
+        measure_integrity(results, kvstore, workload)
+    if arguments.json:
+        arguments.json.parent.mkdir(exist_ok=True)
+        settings = {"blocks": workload.blocks, "block_tokens": workload.block_tokens, "inserts": len(workload.inserts)}
+        result = {"machine": describe(), "workload": settings, "rows": results.rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
