@@ -1,4 +1,6 @@
-// Checks every invariant of the tree from scratch; for tests and for `check`.
+// Checks every invariant of the tree from scratch; for tests and for `kvstore verify`. It trusts nothing that it has
+// not checked: a broken tree gives problems, not a crash or an endless walk.
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,17 +16,31 @@ class RadixTree::Audit {
   std::vector<std::string> Run() {
     for (const auto& [key, node_id] : tree_.roots_) CheckRoot(key, node_id);
     while (!stack_.empty()) {
-      const auto [node_id, key_before] = stack_.back();
+      const Visit visit = stack_.back();
       stack_.pop_back();
-      CheckNode(node_id, key_before);
+      CheckNode(visit);
     }
+    CheckDetached();
+    CheckSlots();
     CheckTotals();
+    if (problem_count_ > problems_.size()) {
+      problems_.push_back("and " + std::to_string(problem_count_ - problems_.size()) + " more");
+    }
     return problems_;
   }
 
  private:
+  static constexpr size_t kProblemsMax = 100;  // one cause often breaks many records
+
+  struct Visit {
+    uint32_t node;
+    uint32_t parent;
+    Key128 key_before;
+  };
+
   void Expect(bool holds, const char* what, uint32_t id) {
-    if (!holds) problems_.push_back(std::string(what) + " (" + std::to_string(id) + ")");
+    if (holds) return;
+    if (++problem_count_ <= kProblemsMax) problems_.push_back(std::string(what) + " (" + std::to_string(id) + ")");
   }
 
   void CheckRoot(const Key128& key, uint32_t node_id) {
@@ -32,24 +48,24 @@ class RadixTree::Audit {
     Expect(node.parent == kNone && node.ids.empty(), "a root has a parent or blocks", node_id);
     Expect(node.has_end_key && KeyEqual{}(node.end_key, key), "a root has another key", node_id);
     Expect(node.child_count > 0, "a root is empty", node_id);
-    CheckChildren(node_id, key);
     ++nodes_seen_;
+    CheckChildren(node_id, key);
   }
 
-  void CheckNode(uint32_t node_id, const Key128& key_before) {
-    const Node& node = tree_.nodes_[node_id];
-    const Node& parent = tree_.nodes_[node.parent];
-    ++nodes_seen_;
-    Expect(!node.ids.empty(), "a node has no blocks", node_id);
-    if (node.ids.empty()) return;
-    Expect(node.tokens.size() == node.ids.size() * tree_.block_tokens_, "tokens and ids differ", node_id);
-    Expect(node.depth == parent.end(), "a node does not begin where its parent ends", node_id);
-    Expect(node.child_count != 1, "a node was not merged with its only child", node_id);
-    Expect(tree_.FindChild(node.parent, node.tokens.data()) == node_id, "the table does not find a node", node_id);
+  void CheckNode(const Visit& visit) {
+    const Node& node = tree_.nodes_[visit.node];
+    const Node& parent = tree_.nodes_[visit.parent];
+    const bool has_shape = !node.ids.empty() && node.tokens.size() == node.ids.size() * tree_.block_tokens_;
+    Expect(has_shape, "a node has no blocks, or other tokens than blocks", visit.node);
+    if (!has_shape) return;
+    Expect(node.parent == visit.parent, "a child has another parent", visit.node);
+    Expect(node.depth == parent.end(), "a node does not begin where its parent ends", visit.node);
+    Expect(node.child_count != 1, "a node was not merged with its only child", visit.node);
+    Expect(tree_.FindChild(visit.parent, node.tokens.data()) == visit.node, "the table misses a node", visit.node);
     if (!parent.ids.empty()) CheckOrder(parent.ids.back(), node.ids.front());
-    CheckBlocks(node_id);
-    CheckChildren(node_id, CheckEndKey(node_id, key_before));
-    for (int tier = 0; tier < kTierCount; ++tier) CheckVictim(node_id, tier);
+    CheckBlocks(visit.node);
+    CheckChildren(visit.node, CheckEndKey(visit.node, visit.key_before));
+    for (int tier = 0; tier < kTierCount; ++tier) CheckVictim(visit.node, tier);
     edge_bytes_ += (node.tokens.capacity() + node.ids.capacity()) * sizeof(uint32_t);
   }
 
@@ -89,9 +105,12 @@ class RadixTree::Audit {
     return key;
   }
 
-  void CheckOrder(uint32_t upper, uint32_t lower) {
-    Expect(tree_.blocks_[upper].holds >= tree_.blocks_[lower].holds, "holds grow towards the leaf", lower);
-    Expect(tree_.blocks_[upper].tick >= tree_.blocks_[lower].tick, "ticks grow towards the leaf", lower);
+  void CheckOrder(uint32_t upper_id, uint32_t lower_id) {
+    const Block* upper = tree_.FindUsed(upper_id);
+    const Block* lower = tree_.FindUsed(lower_id);
+    if (upper == nullptr || lower == nullptr) return;
+    Expect(upper->holds >= lower->holds, "holds grow towards the leaf", lower_id);
+    Expect(upper->tick >= lower->tick, "ticks grow towards the leaf", lower_id);
   }
 
   void CheckChildren(uint32_t node_id, const Key128& end_key) {
@@ -99,13 +118,17 @@ class RadixTree::Audit {
     uint32_t count = 0;
     uint32_t below[kTierCount] = {0, 0};
     uint32_t previous = kNone;
-    for (uint32_t child_id = node.first_child; child_id != kNone; child_id = tree_.nodes_[child_id].next_sibling) {
-      const Node& child = tree_.nodes_[child_id];
-      Expect(child.parent == node_id && child.previous_sibling == previous, "a child is linked wrongly", child_id);
-      for (int tier = 0; tier < kTierCount; ++tier) below[tier] += child.occupied(tier);
-      stack_.emplace_back(child_id, end_key);
+    for (uint32_t child_id = node.first_child; child_id != kNone; ++count) {
+      const Node* child = tree_.nodes_.Find(child_id);
+      // No node is a child twice, so whatever the links say, there are no more visits than nodes.
+      const bool is_new = child != nullptr && ++nodes_seen_ <= tree_.nodes_.used();
+      Expect(is_new, "the links of children lead nowhere or in circles", child_id);
+      if (!is_new) break;
+      Expect(child->previous_sibling == previous, "a child is linked wrongly", child_id);
+      for (int tier = 0; tier < kTierCount; ++tier) below[tier] += child->occupied(tier);
+      stack_.push_back(Visit{child_id, node_id, end_key});
       previous = child_id;
-      ++count;
+      child_id = child->next_sibling;
     }
     Expect(count == node.child_count, "children are miscounted", node_id);
     for (int tier = 0; tier < kTierCount; ++tier) {
@@ -116,14 +139,15 @@ class RadixTree::Audit {
   void CheckVictim(uint32_t node_id, int tier) {
     const Node& node = tree_.nodes_[node_id];
     const VictimRank* rank = tree_.heaps_[tier].Find(node_id);
-    heap_seen_[tier] += rank != nullptr;
+    victims_seen_[tier] += rank != nullptr;
     if (node.resident[tier] == 0 || node.below[tier] > 0) {
       Expect(rank == nullptr, "a node without a victim is among the victims", node_id);
       return;
     }
     const Block* last = nullptr;
     for (uint32_t id : node.ids) {
-      if (tree_.blocks_[id].resident(tier)) last = &tree_.blocks_[id];
+      const Block* block = tree_.FindUsed(id);
+      if (block != nullptr && block->resident(tier)) last = block;
     }
     if (last == nullptr || last->holds > 0) return;
     Expect(rank != nullptr, "a victim is not among the victims", node_id);
@@ -131,7 +155,7 @@ class RadixTree::Audit {
     Expect(!(VictimRank{last->tick, last->slot[tier]} < *rank), "a victim is ranked too hot", node_id);
   }
 
-  void CheckTotals() {
+  void CheckDetached() {
     uint32_t detached = 0;
     tree_.blocks_.ForEach([&](uint32_t id, const Block& block) {
       if (block.state != BlockState::kDetached) return;
@@ -140,22 +164,43 @@ class RadixTree::Audit {
       ++detached;
     });
     Expect(detached == tree_.detached_.size(), "detached blocks are miscounted", detached);
+  }
+
+  // Two blocks in one slot would mean another prompt's bytes.
+  void CheckSlots() {
+    for (int tier = 0; tier < kTierCount; ++tier) {
+      Ids slots;
+      slots.reserve(tree_.tier_blocks_[tier]);
+      tree_.blocks_.ForEach([&](uint32_t, const Block& block) {
+        if (block.state != BlockState::kFree && block.slot[tier] != kNoSlot) slots.push_back(block.slot[tier]);
+      });
+      if (!std::is_sorted(slots.begin(), slots.end())) std::sort(slots.begin(), slots.end());
+      for (size_t at = 1; at < slots.size(); ++at) {
+        Expect(slots[at - 1] != slots[at], "two blocks have one slot", slots[at]);
+      }
+    }
+  }
+
+  void CheckTotals() {
     Expect(attached_seen_ == tree_.block_count(), "blocks cannot be reached from a root", attached_seen_);
     Expect(nodes_seen_ == tree_.nodes_.used(), "nodes cannot be reached from a root", nodes_seen_);
     Expect(tree_.children_.size() == tree_.node_count(), "the table has other entries than nodes", nodes_seen_);
     Expect(edge_bytes_ == tree_.edge_bytes_, "the bytes of edges are miscounted", nodes_seen_);
     for (int tier = 0; tier < kTierCount; ++tier) {
-      Expect(heap_seen_[tier] == tree_.heaps_[tier].size(), "victims name nodes that are gone", heap_seen_[tier]);
+      const VictimHeap& heap = tree_.heaps_[tier];
+      Expect(victims_seen_[tier] == heap.size(), "victims name nodes that are gone", victims_seen_[tier]);
+      Expect(heap.IsOrdered(), "victims are out of order", victims_seen_[tier]);
       Expect(tier_blocks_[tier] == tree_.tier_blocks_[tier], "blocks of a tier are miscounted", tier_blocks_[tier]);
     }
   }
 
   const RadixTree& tree_;
   std::vector<std::string> problems_;
-  std::vector<std::pair<uint32_t, Key128>> stack_;  // a node, and the key before it
+  size_t problem_count_ = 0;
+  std::vector<Visit> stack_;
   uint32_t nodes_seen_ = 0;
   uint32_t attached_seen_ = 0;
-  uint32_t heap_seen_[kTierCount] = {0, 0};
+  uint32_t victims_seen_[kTierCount] = {0, 0};
   uint32_t tier_blocks_[kTierCount] = {0, 0};
   size_t edge_bytes_ = 0;
 };

@@ -95,7 +95,7 @@ class RadixTree {
   Ids Tokens(IdSpan ids) const;
   Key128 RootOf(uint32_t id) const;
 
-  // A text for each broken invariant; empty when all hold. O(blocks).
+  // A text for each broken invariant, the first hundred; empty when all hold. O(blocks).
   std::vector<std::string> CheckIntegrity() const;
 
  private:
@@ -184,7 +184,8 @@ class RadixTree {
   Key128 ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key) const;
   void FillAttachedKeys(IdSpan ids, std::vector<Key128>* keys);
 
-  class Audit;  // in audit.cpp
+  class Audit;           // in audit.cpp
+  friend class Surgeon;  // of the tests: breaks one invariant at a time
 
   const uint32_t block_tokens_;
   const Key128 ns_key_;

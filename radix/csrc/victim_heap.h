@@ -37,6 +37,14 @@ class VictimHeap {
     return at < entries_.size() && entries_[at].node == node ? &entries_[at].rank : nullptr;
   }
 
+  // Whether no entry is colder than the one above it. O(size).
+  bool IsOrdered() const {
+    for (size_t at = 1; at < entries_.size(); ++at) {
+      if (entries_[at].rank < entries_[(at - 1) / 2].rank) return false;
+    }
+    return true;
+  }
+
   // Inserts `node`, or moves it to `rank`.
   void Set(uint32_t node, VictimRank rank) {
     uint32_t at = Place(node);
@@ -63,6 +71,8 @@ class VictimHeap {
   }
 
  private:
+  friend class Surgeon;
+
   struct Entry {
     VictimRank rank;
     uint32_t node;

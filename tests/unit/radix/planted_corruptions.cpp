@@ -1,0 +1,147 @@
+// Breaks a sound tree in one place at a time and prints "name: problems found" for each; test_audit.py compiles and
+// reads it. Whatever is broken, the audit must say so and must not crash or hang.
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "radix_tree.h"
+
+namespace kvstore {
+
+constexpr uint32_t kBlockTokens = 4;
+constexpr Key128 kRoot = {{1}};
+
+IdSpan SpanOf(const Ids& ids) { return IdSpan{ids.data(), ids.size()}; }
+
+Ids Prompt(uint32_t first_token, uint32_t blocks) {
+  Ids tokens(blocks * kBlockTokens);
+  std::iota(tokens.begin(), tokens.end(), first_token);
+  return tokens;
+}
+
+// A tree of a trunk of four blocks and two branches of four, one of them with a staged block at its end, and a detached
+// block; the trunk's key is kept. And access to all of it.
+class Surgeon {
+ public:
+  Surgeon() : tree(kBlockTokens, Key128{{7}}, 0x5EED, 32) {
+    left = Store(Prompt(0, 8), 0, 9);
+    Ids branch = Prompt(0, 4);
+    for (uint32_t token : Prompt(1000, 4)) branch.push_back(token);
+    right = Store(branch, 8, 5);
+    gone = Store(Prompt(5000, 1), 100, 1);
+    tree.Lease(SpanOf(gone));
+    tree.Drop(SpanOf(gone));
+    Ids longer = Prompt(0, 9);
+    tree.Stage(kRoot, Span<uint32_t>{longer.data(), longer.size()}, 0, 9);
+    tree.Place(SpanOf(right), 1, SpanOf(Slots(50, right.size())));
+    tree.Keys(SpanOf(left));
+    tree.Keys(SpanOf(right));
+    trunk = block(left[0]).node;
+    leaf = block(right[7]).node;
+  }
+
+  Block& block(uint32_t id) { return tree.blocks_[id]; }
+  Node& node(uint32_t id) { return tree.nodes_[id]; }
+  Node& root() { return node(tree.roots_.begin()->second); }
+  BlockPool& blocks() { return tree.blocks_; }
+  ChildTable& table() { return tree.children_; }
+  VictimHeap& heap(int tier) { return tree.heaps_[tier]; }
+  void RankTooHot() { heap(0).entries_[heap(0).Place(leaf)].rank.tick += 100; }
+  void Disorder() { heap(0).entries_.front().rank.tick = 5000; }
+  uint32_t& tier_blocks(int tier) { return tree.tier_blocks_[tier]; }
+  size_t& edge_bytes() { return tree.edge_bytes_; }
+  void ForgetIdentity() { tree.detached_.erase(gone[0]); }
+  void ForgetRoot() { tree.roots_.clear(); }
+  void SplitForNothing() { tree.Split(leaf, 1); }
+  uint32_t Tag(uint32_t node_id) { return tree.Tag(node(node_id).parent, node(node_id).tokens.data()); }
+
+  RadixTree tree;
+  Ids left;
+  Ids right;
+  Ids gone;
+  uint32_t trunk = 0;
+  uint32_t leaf = 0;
+
+ private:
+  static Ids Slots(uint32_t first, size_t count) {
+    Ids slots(count);
+    std::iota(slots.begin(), slots.end(), first);
+    return slots;
+  }
+
+  Ids Store(const Ids& tokens, uint32_t first_slot, uint64_t tick) {
+    Staged staged = tree.Stage(kRoot, Span<uint32_t>{tokens.data(), tokens.size()}, 0, tick);
+    const Ids fresh(staged.ids.begin() + staged.existing_blocks, staged.ids.end());
+    tree.Place(SpanOf(fresh), 0, SpanOf(Slots(first_slot, fresh.size())));
+    tree.Release(SpanOf(staged.ids));
+    return staged.ids;
+  }
+};
+
+struct Corruption {
+  const char* name;
+  std::function<void(Surgeon&)> plant;
+};
+
+const std::vector<Corruption> kCorruptions = {
+    {"a token changed", [](Surgeon& s) { s.node(s.trunk).tokens[5] ^= 1; }},
+    {"a first token changed", [](Surgeon& s) { s.node(s.leaf).tokens[0] ^= 1; }},
+    {"tokens lost", [](Surgeon& s) { s.node(s.leaf).tokens.pop_back(); }},
+    {"two ids swapped", [](Surgeon& s) { std::swap(s.node(s.leaf).ids[0], s.node(s.leaf).ids[1]); }},
+    {"an id of no block", [](Surgeon& s) { s.node(s.leaf).ids[2] = 77'777'777; }},
+    {"a block freed", [](Surgeon& s) { s.blocks().Free(s.right[6]); }},
+    {"a block of another node", [](Surgeon& s) { s.block(s.right[6]).node = s.trunk; }},
+    {"a wrong depth", [](Surgeon& s) { ++s.block(s.right[6]).depth; }},
+    {"a block detached in place", [](Surgeon& s) { s.block(s.right[6]).state = BlockState::kDetached; }},
+    {"a tick above its parent's", [](Surgeon& s) { s.block(s.right[6]).tick = 4000; }},
+    {"a hold more than its parent has", [](Surgeon& s) { s.block(s.right[6]).holds = 4000; }},
+    {"a staged block without a hold", [](Surgeon& s) { s.block(s.node(s.block(s.left[7]).node).ids.back()).holds = 0; }},
+    {"staged miscounted", [](Surgeon& s) { ++s.node(s.leaf).staged; }},
+    {"residents miscounted", [](Surgeon& s) { --s.node(s.leaf).resident[0]; }},
+    {"occupied children miscounted", [](Surgeon& s) { ++s.node(s.trunk).below[1]; }},
+    {"an end before a resident", [](Surgeon& s) { s.node(s.leaf).resident_end[0] -= 2; }},
+    {"children miscounted", [](Surgeon& s) { ++s.node(s.trunk).child_count; }},
+    {"a sibling lost", [](Surgeon& s) { s.node(s.node(s.trunk).first_child).next_sibling = kNone; }},
+    {"siblings in a circle",
+     [](Surgeon& s) { s.node(s.node(s.trunk).first_child).next_sibling = s.node(s.trunk).first_child; }},
+    {"a child of its own descendant", [](Surgeon& s) { s.node(s.leaf).first_child = s.trunk; }},
+    {"a link to nowhere", [](Surgeon& s) { s.node(s.leaf).first_child = 88'888'888; }},
+    {"a back link changed", [](Surgeon& s) { s.node(s.node(s.trunk).first_child).previous_sibling = s.leaf; }},
+    {"another parent", [](Surgeon& s) { s.node(s.leaf).parent = 99'999'999; }},
+    {"a node that begins elsewhere", [](Surgeon& s) { ++s.node(s.leaf).depth; }},
+    {"an only child not merged", [](Surgeon& s) { s.SplitForNothing(); }},
+    {"a node the table forgot", [](Surgeon& s) { s.table().Erase(s.Tag(s.leaf), s.leaf); }},
+    {"a table entry too many", [](Surgeon& s) { s.table().Insert(123, s.leaf); }},
+    {"a victim forgotten", [](Surgeon& s) { s.heap(1).Remove(s.leaf); }},
+    {"a victim that is none", [](Surgeon& s) { s.heap(0).Set(s.trunk, VictimRank{1, 1}); }},
+    {"a victim ranked too hot", [](Surgeon& s) { s.RankTooHot(); }},
+    {"victims out of order", [](Surgeon& s) { s.heap(0).Set(s.trunk, VictimRank{0, 0}); s.Disorder(); }},
+    {"a wrong key", [](Surgeon& s) { s.node(s.trunk).end_key.bytes[3] ^= 1; }},
+    {"a root of another key", [](Surgeon& s) { s.root().end_key.bytes[0] ^= 1; }},
+    {"a root lost", [](Surgeon& s) { s.ForgetRoot(); }},
+    {"one slot for two blocks", [](Surgeon& s) { s.block(s.right[6]).slot[0] = s.block(s.left[0]).slot[0]; }},
+    {"a detached block's slot given away", [](Surgeon& s) { s.block(s.left[0]).slot[0] = s.block(s.gone[0]).slot[0]; }},
+    {"a slot lost", [](Surgeon& s) { s.block(s.right[6]).slot[1] = kNoSlot; }},
+    {"leaving a tier it is not in", [](Surgeon& s) { s.block(s.left[5]).leaving = 2; }},
+    {"a tier miscounted", [](Surgeon& s) { ++s.tier_blocks(1); }},
+    {"bytes miscounted", [](Surgeon& s) { s.edge_bytes() += 64; }},
+    {"a detached block without identity", [](Surgeon& s) { s.ForgetIdentity(); }},
+    {"a detached block without a user", [](Surgeon& s) { s.block(s.gone[0]).holds = 0; }},
+};
+
+}  // namespace kvstore
+
+int main() {
+  using namespace kvstore;
+  std::printf("nothing: %zu\n", Surgeon().tree.CheckIntegrity().size());
+  for (const Corruption& corruption : kCorruptions) {
+    auto surgeon = std::make_unique<Surgeon>();
+    corruption.plant(*surgeon);
+    std::printf("%s: %zu\n", corruption.name, surgeon->tree.CheckIntegrity().size());
+    std::fflush(stdout);
+    (void)surgeon.release();  // a broken tree need not survive its own end
+  }
+}

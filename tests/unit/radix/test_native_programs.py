@@ -1,0 +1,44 @@
+"""What only a program of its own can show: damage inside the tree, and data races. Compiled here from the sources."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+CSRC = ROOT / "radix" / "csrc"
+SOURCES = [CSRC / name for name in ("radix_tree.cpp", "shape.cpp", "audit.cpp")]
+CORRUPTIONS_MIN = 20
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def compiled(folder: Path, name: str, *flags: str) -> Path:
+    program = folder / name
+    includes = [f"-I{CSRC}", f"-I{ROOT / 'kvstore' / 'native'}"]
+    sources = [HERE / f"{name}.cpp", *SOURCES]
+    subprocess.run(["g++", "-std=c++17", "-pthread", *flags, *includes, *sources, "-o", program], check=True)
+    return program
+
+
+def test_each_planted_corruption_is_found(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [compiled(tmp_path, "planted_corruptions", "-O0")], check=True, capture_output=True, text=True, timeout=60
+    )
+    found = {name: int(count) for name, count in (line.rsplit(": ", 1) for line in done.stdout.splitlines())}
+    assert 0 == found.pop("nothing")
+    assert len(found) >= CORRUPTIONS_MIN
+    assert [] == [name for name, problems in found.items() if not problems]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_matches_beside_a_writer_race_with_nothing_and_are_right(tmp_path: Path) -> None:
+    program = compiled(tmp_path, "threaded_matches", "-O1", "-g", "-fsanitize=thread")
+    done = subprocess.run([program, "20000"], check=False, capture_output=True, text=True, timeout=240)
+    assert 0 == done.returncode, done.stdout + done.stderr
+    settled, blocks = (int(word) for word in done.stdout.split()[1::2])
+    assert settled > 1000
+    assert blocks > settled
