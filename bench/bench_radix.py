@@ -26,6 +26,8 @@ from radix_peers import PEERS, ROOT, Kvstore
 from radix_workload import make_workload
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from radix_peers import Peer
     from radix_workload import Query, Workload
 
@@ -50,7 +52,7 @@ def build_peers(names: list[str], workload: Workload) -> dict[str, Peer]:
     peers: dict[str, Peer] = {}
     for name in names:
         try:
-            peers[name] = PEERS[name](workload.block_tokens, workload.blocks)
+            peers[name] = PEERS[name](workload)
         except ImportError as error:
             print(f"{name}: left out ({error}); {PEERS[name].install}", file=sys.stderr)
     return peers
@@ -62,7 +64,7 @@ def fill(results: Results, name: str, peer: Peer, workload: Workload) -> None:
     took_ns = 0
     for index, tokens in workload.inserts:
         prepared = peer.prepare_insert(workload.prompts[index][:tokens])
-        took_ns += peer.insert(prepared)
+        took_ns += peer.timed_store(prepared)
         del prepared
     occupied = _resident_bytes() - before
     results.keep(op="insert", peer=name, blocks=workload.blocks, blocks_per_s=round(workload.blocks / took_ns * 1e9))
@@ -90,7 +92,7 @@ def measure_lookups(results: Results, peers: dict[str, Peer], workload: Workload
 
 
 def _ask(name: str, peer: Peer, query: Query) -> int:
-    blocks, took_ns = peer.match(peer.prepare(query.prompt))
+    blocks, took_ns = peer.timed_find(peer.prepare(query.prompt))
     if blocks != query.blocks:
         raise SystemExit(f"{name}: {query.op} of {query.prompt.size} tokens found {blocks} blocks, not {query.blocks}")
     return took_ns
@@ -117,8 +119,8 @@ def measure_threads(results: Results, kvstore: Kvstore, workload: Workload) -> N
     )
 
 
-def _seconds(work: object, threads: int) -> float:
-    workers = [threading.Thread(target=work) for _ in range(threads)]  # type: ignore[arg-type]
+def _seconds(work: Callable[[], None], threads: int) -> float:
+    workers = [threading.Thread(target=work) for _ in range(threads)]
     start = time.perf_counter()
     for worker in workers:
         worker.start()
@@ -131,7 +133,9 @@ def measure_integrity(results: Results, kvstore: Kvstore, workload: Workload) ->
     """How long a check of every invariant takes."""
     start = time.perf_counter()
     problems = kvstore.tree.check_integrity()
-    results.keep(op="check_integrity", peer="kvstore", blocks=workload.blocks, seconds=time.perf_counter() - start)
+    results.keep(
+        op="check_integrity", peer="kvstore", blocks=workload.blocks, seconds=round(time.perf_counter() - start, 4)
+    )
     assert problems == [], problems
 
 

@@ -1,8 +1,9 @@
 """The indexes that bench_radix.py compares: ours, a floor in C++, a dict of hashes, and engines' own where installed.
 
-A peer is built with (block_tokens, blocks); `prepare` turns tokens into what it wants to be given and is not timed,
-`insert` and `match` are. ImportError at construction means: not installed, and `install` says how.
+ImportError at construction means that a peer is not installed, and its `install` says how to get it.
 """
+
+# ruff: noqa: ANN401  # what a peer wants to be given differs from peer to peer
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ import os
 import subprocess
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -24,7 +26,10 @@ from kvstore.radix.tree import RadixTree
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+    from radix_workload import Workload
 
 ROOT = bytes(16)
 FLOOR_SOURCE = Path(__file__).with_name("floor.cpp")
@@ -32,60 +37,49 @@ FLOOR_SOURCE = Path(__file__).with_name("floor.cpp")
 FLOOR_FLAGS = ("-O3", "-DNDEBUG", "-std=gnu++17", "-fPIC", "-shared")
 
 
-class Peer(Protocol):
-    """An index under test. Times are in nanoseconds."""
-
-    install: ClassVar[str]
-
-    def __init__(self, block_tokens: int, blocks: int) -> None: ...
-
-    def prepare(self, tokens: NDArray[np.uint32]) -> Any:
-        """Tokens in the form of a lookup."""
-
-    def prepare_insert(self, tokens: NDArray[np.uint32]) -> Any:
-        """Tokens in the form of an insertion."""
-
-    def insert(self, prepared: Any) -> int:
-        """Store a prompt; returns the time."""
-
-    def match(self, prepared: Any) -> tuple[int, int]:
-        """(Leading blocks stored, the time)."""
-
-
-class Plain:
-    """Takes the tokens as they are."""
+class Peer(ABC):
+    """An index under test. What `prepare` and `prepare_insert` do is not timed; times are in nanoseconds."""
 
     install: ClassVar[str] = ""
 
+    @abstractmethod
+    def __init__(self, workload: Workload) -> None: ...
+
     def prepare(self, tokens: NDArray[np.uint32]) -> Any:
+        """Tokens in the form that a lookup takes."""
         return tokens
 
     def prepare_insert(self, tokens: NDArray[np.uint32]) -> Any:
+        """Tokens in the form that an insertion takes."""
         return self.prepare(tokens)
 
-    def insert(self, prepared: Any) -> int:
+    @abstractmethod
+    def store(self, prepared: Any) -> None:
+        """Store a prompt."""
+
+    @abstractmethod
+    def find(self, prepared: Any) -> int:
+        """Leading blocks stored."""
+
+    def timed_store(self, prepared: Any) -> int:
+        """Store a prompt; returns the time."""
         start = time.perf_counter_ns()
         self.store(prepared)
         return time.perf_counter_ns() - start
 
-    def match(self, prepared: Any) -> tuple[int, int]:
+    def timed_find(self, prepared: Any) -> tuple[int, int]:
+        """(Leading blocks stored, the time)."""
         start = time.perf_counter_ns()
         blocks = self.find(prepared)
         return blocks, time.perf_counter_ns() - start
 
-    def store(self, prepared: Any) -> None:
-        raise NotImplementedError
 
-    def find(self, prepared: Any) -> int:
-        raise NotImplementedError
-
-
-class Kvstore(Plain):
+class Kvstore(Peer):
     """The tree of this repository, called from Python: stage, place and release; match."""
 
-    def __init__(self, block_tokens: int, blocks: int) -> None:
-        self.tree = RadixTree(block_tokens, ns_key=bytes(range(16)), hash_seed=0x5EED)
-        self._slots = np.arange(2 * blocks, dtype=np.uint32)
+    def __init__(self, workload: Workload) -> None:
+        self.tree = RadixTree(workload.block_tokens, ns_key=bytes(range(16)), hash_seed=0x5EED)
+        self._slots = np.arange(workload.blocks, dtype=np.uint32)
         self._used = 0
         self._tick = 0
 
@@ -101,36 +95,42 @@ class Kvstore(Plain):
         return int(self.tree.match(ROOT, prepared).size)
 
 
-class Floor(Plain):
+class Floor(Peer):
     """floor.cpp, timed inside."""
 
-    def __init__(self, block_tokens: int, blocks: int) -> None:
+    def __init__(self, workload: Workload) -> None:
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "floor.so"
             subprocess.run(["g++", *FLOOR_FLAGS, str(FLOOR_SOURCE), "-o", str(library)], check=True)
             self._library = ctypes.CDLL(str(library))
         self._library.floor_new.restype = ctypes.c_void_p
-        self._tree = ctypes.c_void_p(self._library.floor_new(block_tokens))
-        self._block_tokens = block_tokens
+        self._tree = ctypes.c_void_p(self._library.floor_new(workload.block_tokens))
+        self._block_tokens = workload.block_tokens
         self._ns = ctypes.c_uint64()
 
-    def insert(self, prepared: Any) -> int:
+    def store(self, prepared: Any) -> None:
         self._call(self._library.floor_insert, prepared)
+
+    def find(self, prepared: Any) -> int:
+        return self._call(self._library.floor_match, prepared)
+
+    def timed_store(self, prepared: Any) -> int:
+        self.store(prepared)
         return self._ns.value
 
-    def match(self, prepared: Any) -> tuple[int, int]:
-        return self._call(self._library.floor_match, prepared), self._ns.value
+    def timed_find(self, prepared: Any) -> tuple[int, int]:
+        return self.find(prepared), self._ns.value
 
-    def _call(self, function: Any, tokens: NDArray[np.uint32]) -> int:
+    def _call(self, function: Callable[..., int], tokens: NDArray[np.uint32]) -> int:
         blocks = tokens.size // self._block_tokens
         return int(function(self._tree, ctypes.c_void_p(tokens.ctypes.data), blocks, ctypes.byref(self._ns)))
 
 
-class DictOfHashes(Plain):
+class DictOfHashes(Peer):
     """A chained XXH3 of each block into a Python dict: the flat index at its simplest. It trusts its hashes."""
 
-    def __init__(self, block_tokens: int, blocks: int) -> None:
-        self._step = 4 * block_tokens
+    def __init__(self, workload: Workload) -> None:
+        self._step = 4 * workload.block_tokens
         self._ids: dict[int, int] = {}
 
     def prepare(self, tokens: NDArray[np.uint32]) -> Any:
@@ -151,17 +151,17 @@ class DictOfHashes(Plain):
         return len(prepared) // self._step
 
 
-class Dynamo(Plain):
+class Dynamo(Peer):
     """The router's index of NVIDIA Dynamo: hashes of blocks, then RadixTree. Events are made outside of the time."""
 
     install = "pip install ai-dynamo-runtime"
 
-    def __init__(self, block_tokens: int, blocks: int) -> None:
-        from dynamo import _core  # noqa: PLC0415
+    def __init__(self, workload: Workload) -> None:
+        from dynamo import _core
 
         self._core = _core
         self._tree = _core.RadixTree()
-        self._block_tokens = block_tokens
+        self._block_tokens = workload.block_tokens
         self._known: set[int] = set()
         self._event_id = 0
 
@@ -188,20 +188,20 @@ class Dynamo(Plain):
         return max(self._tree.find_matches(hashes).scores.values(), default=0)
 
 
-class SglangPython(Plain):
+class SglangPython(Peer):
     """SGLang's radix cache in Python. Its matching splits nodes, so it writes."""
 
     install = "pip install sglang"
 
-    def __init__(self, block_tokens: int, blocks: int) -> None:
-        import torch  # noqa: PLC0415
-        from sglang.srt.mem_cache import base_prefix_cache, radix_cache  # noqa: PLC0415
+    def __init__(self, workload: Workload) -> None:
+        import torch
+        from sglang.srt.mem_cache import base_prefix_cache, radix_cache
 
-        self._block_tokens = block_tokens
+        self._block_tokens = workload.block_tokens
         self._key = radix_cache.RadixKey
         self._insert_params = base_prefix_cache.InsertParams
         self._match_params = base_prefix_cache.MatchPrefixParams
-        self._tree = radix_cache.RadixCache.create_simulated(page_size=block_tokens)
+        self._tree = radix_cache.RadixCache.create_simulated(page_size=workload.block_tokens)
         self._values = torch.arange(1 << 18, dtype=torch.int64)
 
     def prepare(self, tokens: NDArray[np.uint32]) -> Any:
@@ -218,15 +218,15 @@ class SglangPython(Plain):
 class SglangRust(SglangPython):
     """SGLang's tree in Rust, through its own binding."""
 
-    def __init__(self, block_tokens: int, blocks: int) -> None:
-        import torch  # noqa: PLC0415
-        from sglang.srt.mem_cache.rust_tree_core import mem_cache  # noqa: PLC0415
+    def __init__(self, workload: Workload) -> None:
+        import torch
+        from sglang.srt.mem_cache.rust_tree_core import mem_cache
 
-        self._block_tokens = block_tokens
+        self._block_tokens = workload.block_tokens
         self._core = mem_cache
         parameters = mem_cache.TreeCoreInitParamsBinding(
             eviction_policy="lru",
-            page_size=block_tokens,
+            page_size=workload.block_tokens,
             is_write_back=False,
             enable_hicache=False,
             write_through_threshold=256,
@@ -245,21 +245,21 @@ class SglangRust(SglangPython):
         return int(found.device_prefix_len) // self._block_tokens
 
 
-class Vllm(Plain):
+class Vllm(Peer):
     """vLLM's prefix cache: the hasher of requests (SHA-256) and its BlockPool."""
 
     install = "pip install vllm"
 
-    def __init__(self, block_tokens: int, blocks: int) -> None:
+    def __init__(self, workload: Workload) -> None:
         os.environ.setdefault("PYTHONHASHSEED", "0")
-        from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
-        from vllm.v1.core import block_pool, kv_cache_utils  # noqa: PLC0415
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core import block_pool, kv_cache_utils
 
         function = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(function)
-        self._hasher = kv_cache_utils.get_request_block_hasher(block_tokens, function)
-        self._pool = block_pool.BlockPool(blocks + 4096, True, block_tokens)
-        self._block_tokens = block_tokens
+        self._hasher = kv_cache_utils.get_request_block_hasher(workload.block_tokens, function)
+        self._pool = block_pool.BlockPool(workload.blocks + 4096, True, workload.block_tokens)
+        self._block_tokens = workload.block_tokens
 
     def prepare(self, tokens: NDArray[np.uint32]) -> Any:
         return tokens.tolist()
@@ -292,7 +292,7 @@ class Vllm(Plain):
         return hits
 
 
-PEERS: dict[str, type[Any]] = {
+PEERS: dict[str, type[Peer]] = {
     "kvstore": Kvstore,
     "floor": Floor,
     "dict_xxh3": DictOfHashes,

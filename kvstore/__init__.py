@@ -37,6 +37,7 @@ from kvstore.types import (
     StoreStats,
     Tier,
     TierStats,
+    Verification,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ __all__ = [
     "Tier",
     "TierStats",
     "UnavailableError",
+    "Verification",
     "connect",
     "open",
 ]

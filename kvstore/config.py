@@ -151,7 +151,7 @@ class LimitsConfig:
     bulk_calls: int = _limit(16, "Loads and stores of bytes at a time.")
     bulk_seconds_max: float = _time_limit(600.0, "How long one load or store of bytes may take.")
     short_calls: int = _limit(1024, "Lookups and other short calls at a time.")
-    long_calls: int = _limit(16, "Flushes, evictions and clears at a time.")
+    long_calls: int = _limit(16, "Flushes, evictions, clears and checks at a time.")
     event_readers: int = _limit(32, "Readers that wait for events at a time.")
     pin_tokens: int = _limit(2**20, "Tokens of one pinned prompt.")
 

@@ -256,6 +256,15 @@ class StoreStats:
     index_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a check of the index found: how much was looked at, and a sentence for each thing that is wrong."""
+
+    namespaces: int
+    blocks: int
+    problems: tuple[str, ...]
+
+
 def _check_counts(layout: KvLayout) -> None:
     for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tensor_parallel", "pipeline_parallel"):
         value = getattr(layout, name)

@@ -57,5 +57,10 @@ class AdminService:
         await self._state.long.run(self._store.flush)
         return pb.FlushResponse()
 
+    async def verify(self, _request: pb.VerifyRequest) -> pb.VerifyResponse:
+        """Check the index."""
+        found = await self._state.long.run(self._store.verify)
+        return pb.VerifyResponse(namespaces=found.namespaces, blocks=found.blocks, problems=found.problems)
+
     def _namespace(self, session_id: bytes, ns_id: bytes) -> Namespace:
         return self._state.sessions.get(session_id).namespace(ns_id)

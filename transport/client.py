@@ -15,7 +15,7 @@ from kvstore.transport import convert
 from kvstore.transport.address import parse_address
 from kvstore.transport.connection import CACHE, Connection, Deadlines
 from kvstore.transport.remote import RemoteLease, RemoteStage
-from kvstore.types import PLAIN_ROOT, PrefixMatch
+from kvstore.types import PLAIN_ROOT, PrefixMatch, Verification
 from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -173,6 +173,12 @@ class Client:
         request = admin_pb.FlushRequest()
         self._call(lambda connection: connection.long_call(ADMIN, "Flush", request, admin_pb.FlushResponse))
 
+    def verify(self) -> Verification:
+        """Check the server's index."""
+        request = admin_pb.VerifyRequest()
+        found = self._call(lambda connection: connection.long_call(ADMIN, "Verify", request, admin_pb.VerifyResponse))
+        return Verification(found.namespaces, found.blocks, tuple(found.problems))
+
     def status(self) -> ServerStatus:
         """Whether the server takes calls, and its version."""
 
@@ -239,8 +245,8 @@ def connect(address: str, *, control_seconds: float = 5.0, bulk_seconds: float =
     """A client of the server at `address`: unix:///path, grpc+unix:///path, grpc://host:port or host:port.
 
     Connects at the first call only, which raises UnavailableError if the server cannot be reached. `control_seconds`
-    bounds a lookup and the like, `bulk_seconds` one load or write, flush, evict or clear. Raises ConfigError for an
-    address or a time that cannot be.
+    bounds a lookup and the like, `bulk_seconds` one load or write, flush, evict, clear or verify. Raises ConfigError
+    for an address or a time that cannot be.
     """
     for name, seconds in (("control_seconds", control_seconds), ("bulk_seconds", bulk_seconds)):
         if not 0 < seconds < 1e6:

@@ -44,7 +44,7 @@ class ServiceLimits:
     bulk_seconds_max: float = 600.0
     # Lookups and other short calls at a time, running or queued.
     short_calls: int = 1024
-    # Flushes, evictions and clears at a time, running or queued.
+    # Flushes, evictions, clears and checks at a time, running or queued.
     long_calls: int = 16
     # Readers that wait for events at a time, each in a thread.
     event_readers: int = 32

@@ -68,6 +68,7 @@ def _add_looking(commands: Commands) -> None:
     _add_remote(commands, "stats", "Occupancy and counters since the start of the sidecar.")
     match = _add_remote(commands, "match", "How much of a prompt is stored, and where. Changes no recency.")
     _add_prompt(match)
+    _add_remote(commands, "verify", "Check every invariant of the index; exit code 1 if one is broken.")
     events = _add_remote(commands, "events", "What was stored and removed, oldest first.")
     events.add_argument("--after", metavar="SEQUENCE", type=int, default=0, help="only events after this one")
     events.add_argument("--limit", metavar="COUNT", type=int, default=1000, help="at most so many (default 1000)")

@@ -104,6 +104,15 @@ def flush(arguments: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
+def verify(arguments: argparse.Namespace) -> int:
+    """Check the index; failed if something is wrong."""
+    with _connect(arguments) as client:
+        found = client.verify()
+    summary = f"{found.blocks} blocks in {found.namespaces} namespaces, {len(found.problems)} problems"
+    _show(arguments, asdict(found), "\n".join([*found.problems, summary]))
+    return ExitCode.FAILED if found.problems else ExitCode.DONE
+
+
 def events(arguments: argparse.Namespace) -> int:
     """Print a page of the event log, or follow it."""
     after = arguments.after

@@ -79,7 +79,7 @@ class Space:
         return self._root_key(PLAIN_ROOT if root is None else root)
 
     def find(self, root_key: bytes, prompt: TokenArray) -> Found:
-        """Match a prompt without the index lock, so that long lookups run side by side; `settle` the result under it."""
+        """Match a prompt without the index lock, so that long lookups run side by side; `settle` it under the lock."""
         removals = self.tree.removals
         return Found(root_key, prompt, self.tree.match(root_key, prompt), removals)
 

@@ -17,7 +17,7 @@ from kvstore.store.stage import StoreStage
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import HostTier
 from kvstore.tokens import as_token_array
-from kvstore.types import PLAIN_ROOT, PrefixMatch, StoreStats, Tier, TierStats
+from kvstore.types import PLAIN_ROOT, PrefixMatch, StoreStats, Tier, TierStats, Verification
 
 if TYPE_CHECKING:
     import os
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore.types import Namespace, Pin, Root, TokenArray
 
 logger = logging.getLogger(__name__)
+_PROBLEMS_MAX = 1000
 
 
 class Store:
@@ -195,6 +196,21 @@ class Store:
                 pins=len(self._pins),
                 index_bytes=sum(space.tree.memory_bytes for space in spaces),
             )
+
+    def verify(self) -> Verification:
+        """Check the index; see kvstore.api.KvStore."""
+        self._check_open()
+        spaces = self._index.spaces()
+        blocks = 0
+        problems: list[str] = []
+        for space in spaces:
+            with self._index.lock:
+                blocks += space.tree.block_count
+                found = space.tree.check_integrity()
+            problems += [f"namespace {space.ns_id.hex()}: {problem}" for problem in found]
+        if problems:
+            logger.error("the index is damaged, restart this process: problems=%d first=%s", len(problems), problems[0])
+        return Verification(len(spaces), blocks, tuple(problems[:_PROBLEMS_MAX]))
 
     def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
         """The log of what was stored and removed; see kvstore.api.KvStore."""

@@ -419,6 +419,13 @@ class KvStoreConformance:
         store.flush()
         assert store.stats().tiers["disk"].blocks == BLOCKS
 
+    def test_a_check_of_the_index_counts_what_it_saw_and_finds_nothing_wrong(self, store: KvStore) -> None:
+        for namespace in (BASE, OTHER_NAMESPACES["model"]):
+            store_prompt(store, namespace, PROMPT)
+        with store.lease(store.match(BASE, PROMPT)), store.stage(BASE, list(range(8))):
+            found = store.verify()
+        assert (found.namespaces, found.blocks, found.problems) == (2, 2 * BLOCKS + 2, ())
+
     def test_a_request_is_counted_once_and_a_quiet_lookup_never(self, store: KvStore) -> None:
         for _ in range(3):
             store.match(BASE, PROMPT, request_id="request-1")

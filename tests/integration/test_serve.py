@@ -227,6 +227,7 @@ def test_the_commands_say_what_the_store_says(ask, unix_sidecar):
     assert 0 == ask("stats")[1]["lookups"]
     assert "stored" == ask("events")[1]["kind"]
     assert (0, {"flushed": True}) == ask("flush")
+    assert (0, {"namespaces": 1, "blocks": BLOCKS, "problems": []}) == ask("verify")
 
 
 def test_pins_hold_and_end(ask, unix_sidecar):

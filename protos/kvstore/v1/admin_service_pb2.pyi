@@ -1,9 +1,10 @@
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from kvstore.v1 import block_pb2 as _block_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -76,3 +77,17 @@ class FlushRequest(_message.Message):
 class FlushResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("namespaces", "blocks", "problems")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    namespaces: int
+    blocks: int
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Pins, evictions and flushes. Sessions, namespaces and errors are those of CacheService.
+    """Pins, evictions, flushes and checks. Sessions, namespaces and errors are those of CacheService.
     """
 
     def __init__(self, channel):
@@ -60,10 +60,15 @@ class AdminServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.FlushRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.FlushResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/kvstore.v1.AdminService/Verify',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
-    """Pins, evictions and flushes. Sessions, namespaces and errors are those of CacheService.
+    """Pins, evictions, flushes and checks. Sessions, namespaces and errors are those of CacheService.
     """
 
     def Pin(self, request, context):
@@ -101,6 +106,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """Checks every invariant of the index. What is wrong is in the answer, not in its status. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +141,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.FlushRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__service__pb2.FlushResponse.SerializeToString,
             ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.VerifyRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.VerifyResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvstore.v1.AdminService', rpc_method_handlers)
@@ -138,7 +155,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Pins, evictions and flushes. Sessions, namespaces and errors are those of CacheService.
+    """Pins, evictions, flushes and checks. Sessions, namespaces and errors are those of CacheService.
     """
 
     @staticmethod
@@ -266,6 +283,33 @@ class AdminService(object):
             '/kvstore.v1.AdminService/Flush',
             kvstore_dot_v1_dot_admin__service__pb2.FlushRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__service__pb2.FlushResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/Verify',
+            kvstore_dot_v1_dot_admin__service__pb2.VerifyRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,
