@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from machine import describe
 from radix_peers import PEERS, ROOT, Kvstore
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from radix_peers import Peer
     from radix_workload import Query, Workload
 
-THREADED_TOKENS = 131_072
-THREADED_CALLS = 600
+LONG_TOKENS = 131_072
+LONG_CALLS = 2000
+LONG_ROUNDS = 5
 
 
 class Results:
@@ -98,29 +100,38 @@ def _ask(name: str, peer: Peer, query: Query) -> int:
     return took_ns
 
 
-def measure_threads(results: Results, kvstore: Kvstore, workload: Workload) -> None:
-    """Long lookups by one thread, and the same number by each of two: twice the work in how much more time?"""
-    prompts = [query.prompt for query in workload.queries if query.prompt.size == THREADED_TOKENS]
+def measure_side_by_side(results: Results, kvstore: Kvstore, workload: Workload) -> None:
+    """Long lookups by one worker, and as many by each of two: twice the work in how much more time?
+
+    Two processes that share nothing show what the machine allows at that moment.
+    """
+    prompts = [query.prompt for query in workload.queries if query.prompt.size == LONG_TOKENS]
 
     def look_up() -> None:
-        for call in range(THREADED_CALLS):
+        for call in range(LONG_CALLS):
             kvstore.tree.match(ROOT, prompts[call % len(prompts)])
 
-    scalings = []
-    for _ in range(5):
-        one, two = _seconds(look_up, threads=1), _seconds(look_up, threads=2)
-        scalings.append(2 * one / two)
-    results.keep(
-        op="match_threads",
-        peer="kvstore",
-        tokens=THREADED_TOKENS,
-        threads=2,
-        scaling=round(statistics.median(scalings), 2),
-    )
+    workers: dict[str, Callable[..., Worker]] = {
+        "match_threads": threading.Thread,
+        "match_processes": multiprocessing.get_context("fork").Process,
+    }
+    scalings: defaultdict[str, list[float]] = defaultdict(list)
+    for _ in range(LONG_ROUNDS):
+        for op, make in workers.items():
+            scalings[op].append(2 * _seconds([make(target=look_up)]) / _seconds([make(target=look_up) for _ in "ab"]))
+    for op, values in scalings.items():
+        results.keep(op=op, peer="kvstore", tokens=LONG_TOKENS, workers=2, scaling=round(statistics.median(values), 2))
 
 
-def _seconds(work: Callable[[], None], threads: int) -> float:
-    workers = [threading.Thread(target=work) for _ in range(threads)]
+class Worker(Protocol):
+    """A thread or a process."""
+
+    def start(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+def _seconds(workers: list[Worker]) -> float:
     start = time.perf_counter()
     for worker in workers:
         worker.start()
@@ -164,7 +175,7 @@ def main() -> None:
     measure_lookups(results, peers, workload, arguments.rounds)
     kvstore = peers.get("kvstore")
     if isinstance(kvstore, Kvstore):
-        measure_threads(results, kvstore, workload)
+        measure_side_by_side(results, kvstore, workload)
         measure_integrity(results, kvstore, workload)
     if arguments.json:
         arguments.json.parent.mkdir(exist_ok=True)

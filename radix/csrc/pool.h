@@ -72,11 +72,14 @@ class Pool {
     }
   }
 
-  size_t bytes() const { return chunks_.capacity() * sizeof(Chunk) + resident_chunks() * kChunkSize * sizeof(T); }
+  size_t bytes() const {
+    return chunks_.capacity() * sizeof(Chunk) + open_.size() * kOpenEntryBytes + resident_chunks() * kChunkSize * sizeof(T);
+  }
 
  private:
   static constexpr uint32_t kChunkSize = 1u << kChunkBits;
   static constexpr uint32_t kMask = kChunkSize - 1;
+  static constexpr size_t kOpenEntryBytes = 40;  // a node of the set
 
   struct Chunk {
     std::unique_ptr<T[]> items;
