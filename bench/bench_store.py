@@ -4,7 +4,7 @@
 
 Lookups of prompts whose blocks are all stored, in microseconds; loads and stores of 256 KiB blocks, in GB/s (1e9). The
 floors are measured in the same run: a copy of the same blocks by numpy, and a gRPC echo of the same bytes as a lookup
-sends and receives. Every loaded block is compared with what was stored.
+sends and receives, by a server of the same kind. Every loaded block is compared with what was stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -152,23 +151,23 @@ def sidecar(folder: str) -> Iterator[str]:
 
 
 @contextmanager
-def echo_server(reply_bytes: int) -> Iterator[grpc.Channel]:
-    """A bare gRPC server of one method that answers with so many bytes, and a channel to it."""
-    reply = bytes(reply_bytes)
-    handler = grpc.method_handlers_generic_handler(
-        "echo", {"Echo": grpc.unary_unary_rpc_method_handler(lambda _request, _context: reply)}
-    )
-    server = grpc.server(ThreadPoolExecutor(2), handlers=(handler,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield channel
-    server.stop(None).wait()
+def echo_channel(folder: str) -> Iterator[grpc.Channel]:
+    """A channel to a bare gRPC server in a process of its own."""
+    socket = f"{folder}/echo"
+    command = [sys.executable, str(Path(__file__).with_name("echo_server.py")), socket]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            with grpc.insecure_channel(f"unix:{socket}") as channel:
+                yield channel
+        finally:
+            process.kill()
 
 
-def measure_echo(bench: Bench) -> None:
+def measure_echo(bench: Bench, folder: str) -> None:
     """What gRPC itself takes for the bytes of a lookup."""
-    with echo_server(16) as channel:
+    with echo_channel(folder) as channel:
         call = channel.unary_unary("/echo/Echo")
         for tokens in PROMPT_TOKENS:
             request = bytes(4 * tokens + 64)
@@ -189,7 +188,7 @@ def main() -> None:
         with sidecar(folder) as address, kvstore.connect(address) as client:
             measure_lookups(bench, "gRPC, Unix socket", client)
             measure_bytes(bench, "gRPC, Unix socket", client)
-        measure_echo(bench)
+        measure_echo(bench, folder)
         measure_disk(bench, Path(folder) / "data")
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": describe(), "rows": bench.rows}, indent=1) + "\n")

@@ -11,8 +11,9 @@ from typing import Any
 def table(result: dict[str, Any]) -> str:
     """Markdown: where and when it was measured, lookups by prompt length, and the rates of bytes."""
     machine = result["machine"]
+    day = machine["time"][:10]
     lines = [
-        f"Measured on {machine['time'][:10]} at commit {machine['commit']}, {machine['cpu']}, {machine['cores']} cores,",
+        f"Measured on {day} at commit {machine['commit']}: {machine['cpu']}, {machine['cores']} cores,",
         f"Python {machine['python']}, grpcio {machine['packages']['grpcio']}.",
         "",
         "| lookup of a stored prompt, p50 (p99) in us | 1k tokens | 8k | 32k | 128k |",

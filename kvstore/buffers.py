@@ -63,13 +63,18 @@ def _tensor_bytes(tensor: Any, torch: Any) -> NDArray[np.uint8]:  # noqa: ANN401
         )
     if not tensor.is_contiguous():
         raise InvalidBufferError(f"the tensor of strides {tuple(tensor.stride())} is not contiguous")
-    flat: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    try:
+        flat: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    except RuntimeError as err:  # a lazy conjugate or negation: its bytes are not its values
+        raise InvalidBufferError(f"the tensor cannot be seen as bytes: {str(err).splitlines()[0]}") from err
     return flat
 
 
 def _array_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
     if not array.flags.c_contiguous:
         raise InvalidBufferError(f"the array of strides {array.strides} is not C-contiguous")
+    if array.dtype.hasobject:
+        raise InvalidBufferError(f"the array of {array.dtype} holds references, expected numbers")
     return array.reshape(-1).view(np.uint8)
 
 

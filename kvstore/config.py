@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
 DEFAULT_DISK_BYTES = 10 * 2**30
+DISK_BYTES_MIN = 2**20  # with less there is room for the tier's own files only
 _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
@@ -368,6 +369,8 @@ def _file_values(file: Path) -> dict[str, object]:
     except tomllib.TOMLDecodeError as err:
         found = re.search(r"line (\d+)", str(err))
         raise ConfigError(f"{file}:{found[1] if found else 'end'}: {err}") from err
+    except (ValueError, RecursionError) as err:  # a number of thousands of digits, brackets thousands deep
+        raise ConfigError(f"settings file {file}: {err}") from err
     return dict(_flatten(table, ""))
 
 
@@ -432,6 +435,8 @@ def _as_count(value: object) -> int:
 def _as_text(value: object, expected: str = "a text") -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected {expected}")
+    if "\0" in value:
+        raise ValueError("expected a text without NUL characters")
     return value
 
 
@@ -439,7 +444,7 @@ def _as_list(value: object) -> tuple[str, ...]:
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list) or not all(isinstance(item, str) and item.strip() for item in items):
         raise ValueError("expected a list of texts, or one text with commas")
-    return tuple(item.strip() for item in items)
+    return tuple(_as_text(item).strip() for item in items)
 
 
 _PARSERS: dict[Kind, Callable[[object], object]] = {
@@ -473,6 +478,13 @@ def _names(prefix: str, values: Mapping[str, object]) -> list[str]:
 
 
 def _check(config: Config) -> None:
+    if not config.server.listen:
+        raise ConfigError("server.listen is empty, expected at least one address")
+    if 0 < config.disk_bytes < DISK_BYTES_MIN:
+        raise ConfigError(
+            f"tiers.disk.capacity_bytes is {config.disk_bytes}, expected at least {format_size(DISK_BYTES_MIN)}, or 0 "
+            "for no disk tier"
+        )
     if config.tiers.disk.capacity_bytes and not config.data_dir:
         raise ConfigError("tiers.disk.capacity_bytes is set without data_dir; say where the files go (--data-dir)")
 

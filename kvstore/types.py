@@ -269,7 +269,7 @@ def _check_counts(layout: KvLayout) -> None:
     for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tensor_parallel", "pipeline_parallel"):
         value = getattr(layout, name)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise InvalidLayoutError(f"layout.{name} is {value!r}, expected a whole number of at least 1")
+            raise InvalidLayoutError(f"layout.{name} is {value!r}, expected a whole number from 1 to {2**31 - 1}")
     if layout.block_tokens > BLOCK_TOKENS_MAX:
         raise InvalidLayoutError(f"layout.block_tokens is {layout.block_tokens}, expected at most {BLOCK_TOKENS_MAX}")
     if not isinstance(layout.engine_layout, int) or not 0 <= layout.engine_layout < 2**31:

@@ -181,9 +181,9 @@ class DiskTier:
             return self._recovered.pop(ns_id, [])
 
     def clear(self, ns_id: bytes) -> None:
-        """Make every block written so far unreadable; when this returns no restart brings one back.
+        """When this returns, no restart brings back a block written so far. Raises StorageError if it may.
 
-        Slots stay with their holders, who free them. Raises StorageError if that cannot be made durable.
+        Slots stay with their holders, who read them until they free them.
         """
         with self._superblock_lock:
             self._check_open()

@@ -163,6 +163,7 @@ class DiskPool:
             stored[:] = False
         for piece, (sequences, _) in zip(pieces, outcomes, strict=True):
             piece.holder.sequences[piece.indices] = np.where(stored[piece.places], sequences, 0)
+            piece.holder.generations[piece.indices] = generation
         return stored
 
     def read(
@@ -178,15 +179,11 @@ class DiskPool:
         width = sum(self.part_sizes[number] for number in parts)
         assert len(slots) == len(identities), (len(slots), len(identities))
         assert rows.shape == (len(slots), width), (rows.shape, len(slots), width)
-        generation = self.generation
 
         def read_piece(piece: SlotRun[Slab]) -> Mask:
-            occupants = [
-                Occupant(identity, sequence, generation)
-                for identity, sequence in zip(
-                    identities[piece.places], piece.holder.sequences[piece.indices].tolist(), strict=True
-                )
-            ]
+            sequences = piece.holder.sequences[piece.indices].tolist()
+            generations = piece.holder.generations[piece.indices].tolist()
+            occupants = list(map(Occupant, identities[piece.places], sequences, generations))
             return self._transfer.read(piece, occupants, rows[piece.places], parts)
 
         runs = self._table.runs(slots)
@@ -205,6 +202,7 @@ class DiskPool:
             recovered = []
             for block in blocks:
                 slab.sequences[block.index] = block.header.sequence
+                slab.generations[block.index] = block.header.generation
                 slot = slot_range.first + block.index
                 recovered.append(RecoveredBlock(block.header.identity, slot, block.header.sequence))
             self._slots.take_these(as_slots([block.slot for block in recovered]))

@@ -110,8 +110,9 @@ def unpack_slab_header(page: bytes, path: Path) -> SlabHeader | None:
 class Slab:
     """An open slab file and what is known of its slots.
 
-    `sequences` holds the write sequence of each slot's block, 0 where there is none to be read; `written` whether the
-    slot may hold a header on disk; `suspect` whether its I/O failed. The owner of a slot alone changes its entries.
+    `sequences` holds the write sequence of each slot's block, 0 where there is none to be read; `generations` the
+    clear generation it was written in; `written` whether the slot may hold a header on disk; `suspect` whether its
+    I/O failed. The owner of a slot alone changes its entries.
     `open_lock` is held while the file is synced or closed; `removed` says that it is closed.
     """
 
@@ -121,6 +122,7 @@ class Slab:
         self.fd = fd
         self.geometry = slot_geometry(header.part_sizes, header.block_tokens)
         self.sequences: NDArray[np.uint64] = np.zeros(header.slot_count, dtype=np.uint64)
+        self.generations: NDArray[np.uint64] = np.zeros(header.slot_count, dtype=np.uint64)
         self.written: NDArray[np.bool_] = np.zeros(header.slot_count, dtype=np.bool_)
         self.suspect: NDArray[np.bool_] = np.zeros(header.slot_count, dtype=np.bool_)
         self.open_lock = threading.Lock()

@@ -17,6 +17,7 @@ from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 
 from kvstore.errors import InvalidArgumentError, KvstoreError
+from kvstore.transport import frames
 from kvstore.transport.status import status_of
 
 if TYPE_CHECKING:
@@ -115,27 +116,27 @@ async def _respond_once(
     raw: Any,  # noqa: ANN401
     context: Any,  # noqa: ANN401, ARG001
 ) -> bytes:
-    return (await answer(decode(raw))).SerializeToString()
+    return frames.encode(await answer(decode(raw)))
 
 
 async def _respond_many(
-    answer: Callable[[Any], AsyncGenerator[Message, None]],
+    answer: Callable[[Any], AsyncGenerator[Message | bytes, None]],
     decode: Callable[[Any], Any],
     raw: Any,  # noqa: ANN401
     context: Any,  # noqa: ANN401
 ) -> None:
     async with aclosing(answer(decode(raw))) as responses:
         async for response in responses:
-            await context.write(response.SerializeToString())
+            await context.write(frames.encode(response))
 
 
-def _decode(request_type: type[Message], raw: bytes) -> Message:
+def _decode(request_type: type[Message], raw: bytes) -> Message | memoryview:
     try:
-        return request_type.FromString(raw)
+        return frames.decode(request_type, raw)
     except DecodeError as err:
         raise InvalidArgumentError(f"the bytes are no {request_type.DESCRIPTOR.full_name} message") from err
 
 
-async def _decode_all(request_type: type[Message], raws: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+async def _decode_all(request_type: type[Message], raws: AsyncIterator[bytes]) -> AsyncIterator[Message | memoryview]:
     async for raw in raws:
         yield _decode(request_type, raw)

@@ -1,4 +1,7 @@
-"""CacheService: the calls of engines and observers, over any store. Messages in, messages out; no gRPC in here."""
+"""CacheService: the calls of engines and observers, over any store. Messages in, messages out; no gRPC in here.
+
+Frames of Load leave as encoded messages and frames of Write come as bytes: see frames.py.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from kvstore.errors import (
 )
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
+from kvstore.transport.frames import encode_frame
 from kvstore.transport.rows import RowAssembler
 from kvstore.types import PrefixMatch
 from kvstore.v1 import cache_service_pb2 as pb
@@ -60,7 +64,7 @@ class _WriteJob:
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     blocks: int
-    frames: list[pb.LoadResponse]
+    frames: list[bytes]
     complete: bool
 
 
@@ -149,7 +153,7 @@ class CacheService:
         )
         return pb.LeaseResponse(blocks=lease.blocks)
 
-    async def load(self, request: pb.LoadRequest) -> AsyncGenerator[pb.LoadResponse, None]:
+    async def load(self, request: pb.LoadRequest) -> AsyncGenerator[pb.LoadResponse | bytes, None]:
         """Send rows while the next ones are read; stop at the first block that is not there."""
         job = self._load_job(request)
         blocks = 0
@@ -197,7 +201,7 @@ class CacheService:
         payload = buffer[: blocks * job.row_bytes]
         frame_bytes = self._limits.frame_bytes
         frames = [
-            pb.LoadResponse(frame=payload[start : start + frame_bytes].tobytes())
+            encode_frame(pb.LoadResponse, payload[start : start + frame_bytes])
             for start in range(0, payload.size, frame_bytes)
         ]
         self._state.buffers.give_back(buffer)
@@ -225,10 +229,10 @@ class CacheService:
         )
         return pb.StageResponse(from_block=stage.from_block, blocks=stage.blocks)
 
-    async def write(self, requests: AsyncIterator[pb.WriteRequest]) -> pb.WriteResponse:
-        """Collect frames to rows and write those, as many at a time as the buffer holds."""
+    async def write(self, requests: AsyncIterator[pb.WriteRequest | memoryview]) -> pb.WriteResponse:
+        """Write the rows of each frame as it comes."""
         opening = await anext(requests, None)
-        if opening is None or opening.WhichOneof("content") != "start":
+        if not isinstance(opening, pb.WriteRequest) or opening.WhichOneof("content") != "start":
             raise InvalidArgumentError("a Write begins with a start message")
         start = opening.start
         session = self._state.sessions.get(start.session_id)
@@ -243,9 +247,9 @@ class CacheService:
                 self._state.end_in_background(partial(session.stages.try_to_end, start.stage_id))
                 raise
 
-    async def _write_rows(self, job: _WriteJob, requests: AsyncIterator[pb.WriteRequest]) -> int:
-        buffer = self._state.buffers.take(job.row_bytes * min(job.blocks, self._rows_at_once(job.row_bytes)))
-        assembler = RowAssembler(buffer, job.row_bytes, job.blocks)
+    async def _write_rows(self, job: _WriteJob, requests: AsyncIterator[pb.WriteRequest | memoryview]) -> int:
+        buffer = self._state.buffers.take(job.row_bytes)
+        assembler = RowAssembler(buffer[: job.row_bytes], job.blocks)
         taken, next_block = 0, job.from_block
         async for frame in self._frames(requests):
             for rows in assembler.feed(frame):
@@ -256,13 +260,12 @@ class CacheService:
         self._state.buffers.give_back(buffer)
         return taken
 
-    async def _frames(self, requests: AsyncIterator[pb.WriteRequest]) -> AsyncIterator[bytes]:
+    async def _frames(self, requests: AsyncIterator[pb.WriteRequest | memoryview]) -> AsyncIterator[bytes | memoryview]:
         async for request in requests:
-            if not 1 <= len(request.frame) <= self._limits.frame_bytes:
-                raise InvalidBufferError(
-                    f"a frame has {len(request.frame)} bytes, expected 1..{self._limits.frame_bytes}"
-                )
-            yield request.frame
+            frame = request if isinstance(request, memoryview) else request.frame
+            if not 1 <= len(frame) <= self._limits.frame_bytes:
+                raise InvalidBufferError(f"a frame has {len(frame)} bytes, expected 1..{self._limits.frame_bytes}")
+            yield frame
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """Make a stage visible; it ends, whatever comes of it."""

@@ -19,14 +19,21 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `kvstore`. An error of the user's is one line on stderr, never a stack trace."""
     arguments = build_parser().parse_args(argv)
+    if sys.stdout is None:
+        print(f"{arguments.title}: standard output is closed; send it to a file or to /dev/null", file=sys.stderr)
+        return ExitCode.FAILED
     try:
         status = _handler(arguments.handler)(arguments)
         sys.stdout.flush()
     except KvstoreError as err:
         print(f"{arguments.title}: {_one_line(err)}", file=sys.stderr)
         return ExitCode.FAILED
-    except BrokenPipeError:
-        # The reader has gone (as in `kvstore events | head`); let the interpreter's last flush hit nothing.
+    except OSError as err:
+        # What commands do to files and sockets raises errors of ours; what is left is the output. A reader that has
+        # gone (as in `kvstore events | head`) needs no word.
+        if not isinstance(err, BrokenPipeError):
+            print(f"{arguments.title}: {err.strerror or err}", file=sys.stderr)
+        # Let the interpreter's last flush hit nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except KeyboardInterrupt:

@@ -31,6 +31,8 @@ def namespace_of(arguments: argparse.Namespace) -> Namespace:
         if name not in values:
             raise InvalidNamespaceError(f"the namespace has no {name}; give --{name} or --namespace FILE")
     secret_file = values.get("secret_file")
+    if secret_file is not None and (not isinstance(secret_file, str) or "\0" in secret_file):
+        raise InvalidNamespaceError(f"secret_file is {secret_file!r}, expected the path of a file")
     return Namespace(
         model=values["model"],
         revision=values["revision"],
@@ -71,7 +73,7 @@ def _file_values(file: str | None) -> dict[str, Any]:
     text = _read(file, InvalidNamespaceError)
     try:
         values = json.loads(text) if file.endswith(".json") else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as err:
+    except (ValueError, RecursionError) as err:  # also a number of thousands of digits, brackets thousands deep
         raise InvalidNamespaceError(f"namespace file {file}: {err}") from err
     if not isinstance(values, dict):
         raise InvalidNamespaceError(f"namespace file {file} is no table of fields")

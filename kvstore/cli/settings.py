@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvstore.cli.output import ExitCode, print_json, print_table
 from kvstore.config import load_config
 from kvstore.errors import ConfigError
+from kvstore.transport.address import parse_address
 
 if TYPE_CHECKING:
     import argparse
@@ -38,6 +39,8 @@ def show(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> int:
     """Read a settings file alone; a fault in it is raised."""
     loaded = load_config(file=Path(arguments.file), environ={})
+    for address in (loaded.config.address, *loaded.config.server.listen):
+        parse_address(address)
     count = sum(row.origin != "default" for row in loaded.origins)
     if arguments.json:
         print_json({"right": True, "settings": count})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from kvstore.buffers import writable_rows
 from kvstore.errors import ClosedError, InvalidArgumentError
 from kvstore.radix.tree import NO_SLOT
@@ -14,13 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.api import BlockBuffer
     from kvstore.store.index import Index
     from kvstore.store.space import Space
-    from kvstore.types import BlockIds, Slots
+    from kvstore.types import BlockIds
 
 _DISK_BATCH_BYTES = 64 << 20
 
@@ -126,19 +127,18 @@ class StoreLease:
         slots = space.host.allocate(int(ids.size))
         if not slots.size:
             return
-        space.host.write(slots, rows[: slots.size], part=None)
-        with self._index.lock:
-            placed = space.tree.place(ids[: slots.size], Tier.HOST, slots)
-            keys = space.tree.keys(ids[: slots.size][placed])
-            space.announce(Tier.HOST, b"", b"", [pair[1].tobytes() for pair in keys])
-        _free_unplaced(space, slots, placed)
+        placed = np.zeros(slots.size, dtype=np.bool_)
+        try:
+            space.host.write(slots, rows[: slots.size], part=None)
+            with self._index.lock:
+                placed = space.tree.place(ids[: slots.size], Tier.HOST, slots)
+                keys = space.tree.keys(ids[: slots.size][placed])
+                space.announce(Tier.HOST, b"", b"", [pair[1].tobytes() for pair in keys])
+        finally:
+            if not placed.all():
+                space.host.free(slots[~placed])
 
 
 def _leading(mask: NDArray[np.bool_]) -> int:
     """How many leading entries are true."""
     return int(mask.size if mask.all() else mask.argmin())
-
-
-def _free_unplaced(space: Space, slots: Slots, placed: NDArray[np.bool_]) -> None:
-    if not placed.all():
-        space.host.free(slots[~placed])

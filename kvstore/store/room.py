@@ -95,7 +95,7 @@ class RoomMaker:
             with self._index.lock:
                 freed = space.evict(ids, Tier.HOST)
                 self._index.accounting.evicted_blocks["host"] += freed.host.size
-        freed.settle()
+            freed.settle()
         return bool(freed.host.size)
 
     def _copy_to_disk(self, space: Space, ids: BlockIds) -> None:
@@ -114,17 +114,19 @@ class RoomMaker:
     def _write_batch(self, space: Space, ids: BlockIds, slots: Slots) -> int:
         if space.disk is None or not ids.size:
             return 0
-        with self._index.lock:
-            identities = space.identities(ids)
-            host_slots = space.tree.slots(ids, Tier.HOST)
-        sources = [space.host.views(int(slot)) for slot in host_slots]
-        written = space.disk.write(slots, identities, sources)
         placed = np.zeros(ids.size, dtype=np.bool_)
-        with self._index.lock:
-            placed[written] = space.tree.place(ids[written], Tier.DISK, slots[written])
-            space.announce(Tier.DISK, b"", b"", [identities[i].key for i in np.flatnonzero(placed)])
-        if not placed.all():
-            space.disk.free(slots[~placed])
+        try:
+            with self._index.lock:
+                identities = space.identities(ids)
+                host_slots = space.tree.slots(ids, Tier.HOST)
+            sources = [space.host.views(int(slot)) for slot in host_slots]
+            written = space.disk.write(slots, identities, sources)
+            with self._index.lock:
+                placed[written] = space.tree.place(ids[written], Tier.DISK, slots[written])
+                space.announce(Tier.DISK, b"", b"", [identities[i].key for i in np.flatnonzero(placed)])
+        finally:
+            if not placed.all():
+                space.disk.free(slots[~placed])
         return int(written.sum())
 
     def _reserve_disk(self, space: Space, count: int) -> Slots:
@@ -169,9 +171,14 @@ class RoomMaker:
 
     def _reclaim(self, space: Space, pool: Pool, tier: Tier) -> bool:
         """Empty one extent or slab of a colder space and return it to the tier, so that another space can have it."""
-        for slot_range in list(pool.ranges())[:_RECLAIM_TRIES]:
+        tries = 0
+        for slot_range in pool.ranges():
+            if tries == _RECLAIM_TRIES:
+                break
             with self._index.lock:
                 ids = space.tree.take_range(tier, slot_range.first, slot_range.count)
+            # Where everything is held nothing is lost by looking on: pins may hold any number of extents for long.
+            tries += bool(ids.size)
             if tier is Tier.HOST:
                 self._leave_host(space, ids)
             else:
@@ -186,7 +193,14 @@ def _batch_blocks(space: Space) -> int:
 
 
 def _allocate_with(pool: Pool, count: int, slots: Slots, free_some: Callable[[int], bool]) -> Slots:
-    """Allocate until `count` slots are there or `free_some(missing)` says that nothing more comes free."""
-    while slots.size < count and free_some(count - slots.size):
-        slots = np.concatenate([slots, pool.allocate(count - slots.size)])
+    """Allocate until `count` slots are there or `free_some(missing)` says that nothing more comes free.
+
+    Owns `slots` until it returns: an exception, Ctrl-C above all, gives them back.
+    """
+    try:
+        while slots.size < count and free_some(count - slots.size):
+            slots = np.concatenate([slots, pool.allocate(count - slots.size)])
+    except BaseException:
+        pool.free(slots)
+        raise
     return slots

@@ -12,7 +12,7 @@ from kvstore.errors import ClosedError
 from kvstore.types import CommitResult, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from kvstore.api import BlockBuffer
@@ -63,7 +63,7 @@ class StoreStage:
             self._path = path
             self._present = present if path.size else self._requested_from
             if not self._open:
-                self._finish(0)
+                self._finish(0, [])
             self._check_open()
             missing = self._prompt.size // self._space.layout.block_tokens - self._present
             if path.size:
@@ -110,12 +110,18 @@ class StoreStage:
 
     def commit(self) -> CommitResult:
         """Make the leading blocks whose every part was written visible, atomically; drop the others."""
-        with self._lock:
-            self._check_open()
-            self._open = False
-            complete = self._written.all(axis=0)
-            count = int(complete.size if complete.all() else complete.argmin())
-            stored = self._finish(count)
+        try:
+            with self._lock:
+                self._check_open()
+                complete = self._written.all(axis=0)
+                count = int(complete.size if complete.all() else complete.argmin())
+                keys = self._space.prompt_keys(self._root_key, self._prompt) if count else []
+                self._open = False
+                stored = self._finish(count, keys)
+        except BaseException:
+            # A stage that stayed behind would keep others from storing these blocks.
+            self.abort()
+            raise
         self._forget(self)
         incomplete = self.blocks - stored
         return CommitResult(stored, self._present - self._requested_from, self._refused + incomplete)
@@ -126,7 +132,7 @@ class StoreStage:
             if not self._open:
                 return
             self._open = False
-            self._finish(0)
+            self._finish(0, [])
         self._forget(self)
 
     def __enter__(self) -> Self:
@@ -146,11 +152,13 @@ class StoreStage:
                 "the stage has ended: it was committed or aborted, its time was over, or its store closed"
             )
 
-    def _finish(self, count: int) -> int:
-        """Give the first `count` blocks to the index, drop the rest, end the holds. Returns how many were placed."""
+    def _finish(self, count: int, keys: Sequence[bytes]) -> int:
+        """Give the first `count` blocks to the index, drop the rest, end the holds. Returns how many were placed.
+
+        `keys` are those of the whole prompt, the root key first; none are needed for a count of 0.
+        """
         space = self._space
         staged = self._path[self._present : self._present + self.blocks]
-        keys = space.prompt_keys(self._root_key, self._prompt) if count else []
         placed = np.zeros(staged.size, dtype=np.bool_)
         with self._index.lock:
             placed[:count] = space.tree.place(staged[:count], Tier.HOST, self._slots[:count])

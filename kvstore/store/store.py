@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvstore.clock import SystemClock
+from kvstore.config import DISK_BYTES_MIN
 from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
@@ -303,6 +304,8 @@ def open_store(
         raise ConfigError(f"host_bytes={host_bytes}, disk_bytes={disk_bytes}: expected at least 1 and 0")
     if disk_bytes and path is None:
         raise ConfigError(f"disk_bytes is {disk_bytes} but there is no path for it; name a data directory")
+    if 0 < disk_bytes < DISK_BYTES_MIN:
+        raise ConfigError(f"disk_bytes is {disk_bytes}, expected at least {DISK_BYTES_MIN}, or 0 for no disk tier")
     clock = SystemClock() if clock is None else clock
     host = HostTier(host_bytes)
     disk = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,15 +12,19 @@ import pytest
 import kvstore
 from kvstore.clock import SystemClock
 from kvstore.errors import ClosedError, NoSpaceError
+from kvstore.radix.tree import RadixTree
 from kvstore.store import Store, StoreSettings, open_store
+from kvstore.store.space import Space
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.faulty import FaultyIo, IoCall
 from kvstore.testing.manual_clock import ManualClock
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_pool import DiskPool
 from kvstore.tiers.host import HostTier
 from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype="float16", block_tokens=4)
@@ -150,6 +155,48 @@ def test_a_partly_full_store_takes_the_head_of_a_prompt() -> None:
             result = store_prompt(store, NAMESPACE, [t + 10_000 for t in PROMPTS[0]])
             assert (result.blocks, result.refused_blocks) == (28, 12)
             assert verified_blocks(store, NAMESPACE, [t + 10_000 for t in PROMPTS[0]]) == 28
+
+
+def test_pinned_extents_do_not_keep_room_from_other_namespaces() -> None:
+    extents = 16
+    blocks = (4 << 20) // LAYOUT.block_bytes  # the smallest extent
+    prompts = [[*range(start, start + 4 * blocks)] for start in range(0, extents * 100_000, 100_000)]
+    rows = np.zeros((blocks, LAYOUT.block_bytes), dtype=np.uint8)
+    with open_store(host_bytes=extents * (4 << 20)) as store:
+        for prompt in prompts:
+            with store.stage(NAMESPACE, prompt) as stage:
+                stage.write_from(rows)
+        for prompt in prompts[: extents // 2]:
+            assert store.pin(NAMESPACE, prompt).blocks == blocks
+        other = Namespace(model="other", revision="r", layout=LAYOUT)
+        assert store_prompt(store, other, PROMPTS[0]).blocks == 40
+
+
+@pytest.mark.parametrize("interrupted", [DiskPool.write, RadixTree.take_victims], ids=lambda call: call.__name__)
+def test_an_interrupt_while_room_is_made_loses_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[..., object]
+) -> None:
+    with faulty_store(tmp_path, FaultyIo()) as store:
+        for prompt in PROMPTS[:3]:
+            store_prompt(store, NAMESPACE, prompt)
+        owner = DiskPool if interrupted is DiskPool.write else RadixTree
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, interrupted.__name__, Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                store.stage(NAMESPACE, PROMPTS[3])
+        assert store_prompt(store, NAMESPACE, PROMPTS[3]).blocks == 40
+        store.clear(NAMESPACE)
+        assert (0, 0) == (store.stats().tiers["host"].used_bytes, store.stats().stages)
+
+
+def test_an_interrupt_in_a_commit_aborts_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(host_bytes=HOST_BYTES) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Space, "prompt_keys", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                store_prompt(store, NAMESPACE, PROMPTS[0])
+        assert (0, 0) == (store.stats().tiers["host"].used_bytes, store.stats().stages)
+        assert store_prompt(store, NAMESPACE, PROMPTS[0]).blocks == 40
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvstore
-from kvstore.testing.blocks import store_prompt, verified_blocks
+from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.types import KvLayout, Namespace, Root, Tier
 
 HERE = Path(__file__).parent
@@ -60,6 +61,23 @@ def test_another_namespace_does_not_find_them(tmp_path: Path) -> None:
         store_prompt(store, other, PROMPT)
         assert verified_blocks(store, other, PROMPT) == BLOCKS
         assert verified_blocks(store, NAMESPACE, PROMPT) == BLOCKS
+
+
+def test_a_reader_finishes_from_disk_after_a_clear(tmp_path: Path) -> None:
+    with reopened(tmp_path) as store:
+        store_prompt(store, NAMESPACE, PROMPT)
+    with reopened(tmp_path) as store:
+        match = store.match(NAMESPACE, PROMPT)
+        assert match.tiers == {Tier.DISK: BLOCKS}
+        with store.lease(match) as lease:
+            store.clear(NAMESPACE)
+            rows = np.zeros((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+            assert lease.load_into(rows).blocks == BLOCKS
+        assert np.array_equal(expected_rows(NAMESPACE, PROMPT), rows)
+        assert store.stats().corrupt_blocks == 0
+        assert verified_blocks(store, NAMESPACE, PROMPT) == 0
+    with reopened(tmp_path) as store:
+        assert verified_blocks(store, NAMESPACE, PROMPT) == 0
 
 
 @pytest.mark.parametrize("rebuild", [False, True], ids=["index", "rebuilt from headers"])

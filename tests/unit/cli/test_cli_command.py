@@ -63,6 +63,12 @@ def test_config_check_accepts_a_right_file(tmp_path, capsys):
         ("[log\n", ":1: "),
         ('[log]\nlevl = "debug"\n', "nearest one is 'log.level'"),
         ("data_dir = 3\n", "data_dir is 3"),
+        ('data_dir = "a\\u0000b"\n', "without NUL"),
+        (f"data_dir = {'9' * 5000}\n", "settings file"),
+        (f"data_dir = {'[' * 5000}\n", "settings file"),
+        ("server.listen = []\n", "server.listen is empty"),
+        ('server.listen = ["garbage"]\n', "'garbage' is not host:port"),
+        ('data_dir = "d"\ntiers.disk.capacity_bytes = 5\n', "expected at least 1MiB, or 0"),
     ],
 )
 def test_config_check_says_what_is_wrong_in_one_line(tmp_path, capsys, text, expected):
@@ -122,3 +128,14 @@ def test_a_reader_that_leaves_early_is_no_stack_trace():
 
     assert 1 == command.returncode
     assert "" == error
+
+
+@pytest.mark.parametrize("target", [" > /dev/full", " >&-"])
+def test_output_that_cannot_be_written_is_one_line(target):
+    command = f"{sys.executable} -P -m kvstore.cli config show{target}"
+
+    ended = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+
+    assert 1 == ended.returncode
+    assert ended.stderr.startswith("kvstore config show: ")
+    assert 1 == len(ended.stderr.splitlines())

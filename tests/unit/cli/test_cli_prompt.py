@@ -99,6 +99,10 @@ def test_what_is_missing_or_unknown_is_named(argv, expected):
         ("n.json", "[1]", "no table"),
         ("n.toml", 'modle = "m"', "unknown namespace field 'modle'"),
         ("n.toml", "layout = 3", "expected a table"),
+        ("n.toml", f"model = {'9' * 5000}", "namespace file"),
+        ("n.json", "[" * 100_000, "namespace file"),
+        ("n.json", '{"model": "m", "revision": "r", "secret_file": 3}', "secret_file is 3"),
+        ("n.toml", 'model = "m"\nrevision = "r"\nsecret_file = "\\u0000"', "secret_file is"),
     ],
 )
 def test_a_wrong_namespace_file_is_named(tmp_path, name, text, expected):

@@ -61,6 +61,8 @@ def test_an_empty_buffer_has_no_rows() -> None:
         (torch.zeros(8, device="meta"), "expected a CPU tensor"),
         ([1, 2, 3], "cannot be read as contiguous bytes"),
         (None, "cannot be read as contiguous bytes"),
+        (np.array([None] * 8), "holds references"),
+        (torch.zeros(8, dtype=torch.complex64).conj(), "cannot be seen as bytes"),
     ],
 )
 def test_a_buffer_that_cannot_be_rows_is_refused(buffer: object, problem: str) -> None:

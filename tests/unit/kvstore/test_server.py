@@ -65,3 +65,27 @@ def test_a_json_line_is_one_object_even_with_a_trace():
         row["message"],
     )
     assert "ValueError: broken" in row["trace"]
+
+
+class FakeLibrary:
+    def __init__(self) -> None:
+        self.options: dict[int, int] = {}
+
+    def mallopt(self, option: int, value: int) -> int:
+        self.options[option] = value
+        return 1
+
+
+def test_freed_memory_is_kept_in_one_pool_and_within_bounds(monkeypatch):
+    library = FakeLibrary()
+    monkeypatch.setattr(server.ctypes, "CDLL", lambda _name: library)
+
+    server.keep_freed_memory()
+
+    assert {-8: 1, -3: 32 * MIB, -1: 32 * MIB} == library.options
+
+
+def test_a_library_without_mallopt_is_left_as_it_is(monkeypatch):
+    monkeypatch.setattr(server.ctypes, "CDLL", lambda _name: object())
+
+    server.keep_freed_memory()
