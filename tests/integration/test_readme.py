@@ -21,6 +21,14 @@ def test_the_python_example_runs_as_printed(tmp_path: Path) -> None:
     assert names["done"].blocks == 4  # type: ignore[attr-defined]
 
 
+def test_the_tables_of_the_index_are_made_of_the_result_files() -> None:
+    results = [ROOT / f"bench/results/radix-16-{size}.json" for size in ("100k", "1m")]
+    made = subprocess.run(
+        [sys.executable, ROOT / "bench/radix_report.py", *results], capture_output=True, text=True, check=True
+    )
+    assert made.stdout in (ROOT / "radix/README.md").read_text()
+
+
 def test_the_benchmark_table_is_made_of_the_result_file() -> None:
     result = ROOT / "bench/results/store.json"
     made = subprocess.run(
