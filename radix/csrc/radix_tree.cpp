@@ -84,15 +84,7 @@ void RadixTree::Lease(IdSpan ids) {
 }
 
 Removed RadixTree::Release(IdSpan ids) {
-  CheckIds(ids);
-  for (size_t i = 0; i < ids.size; ++i) {
-    Block& block = blocks_[ids[i]];
-    if (block.holds == 0) {
-      while (i-- > 0) ++blocks_[ids[i]].holds;
-      throw std::invalid_argument("a block to release is not leased that often");
-    }
-    --block.holds;
-  }
+  TakeHolds(ids);
   Removed removed;
   std::unique_lock lock(shape_mutex_, std::defer_lock);  // most releases change no shape
   uint32_t refreshed = kNone;
@@ -387,6 +379,18 @@ void RadixTree::AddHolds(IdSpan ids) {
       throw std::invalid_argument("a block is leased " + std::to_string(kHoldsMax) + " times already");
     }
     ++blocks_[ids[i]].holds;
+  }
+}
+
+// One hold less on each block, or on none where one of them is unknown or has none left.
+void RadixTree::TakeHolds(IdSpan ids) {
+  for (size_t i = 0; i < ids.size; ++i) {
+    if (FindUsed(ids[i]) == nullptr || blocks_[ids[i]].holds == 0) {
+      for (size_t taken = 0; taken < i; ++taken) ++blocks_[ids[taken]].holds;
+      CheckIds(ids);
+      throw std::invalid_argument("a block to release is not leased that often");
+    }
+    --blocks_[ids[i]].holds;
   }
 }
 

@@ -131,6 +131,7 @@ class RadixTree {
   const Block* FindUsed(uint32_t id) const;
   void CheckIds(IdSpan ids) const;
   void AddHolds(IdSpan ids);
+  void TakeHolds(IdSpan ids);
 
   // Walking.
   Ids FindCommitted(const Key128& root, TokenSpan tokens) const;
