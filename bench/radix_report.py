@@ -32,8 +32,8 @@ def table(result: dict[str, Any]) -> str:
     check = next(row["seconds"] for row in rows if row["op"] == "check_integrity")
     lines += [
         "",
-        f"Two threads of 128k lookups do {scaling['match_threads']:.2f} times the work of one (two processes that share",
-        f"nothing: {scaling['match_processes']:.2f}). `check_integrity` takes {check * 1000:.0f} ms.",
+        f"Two threads of 128k lookups do {scaling['match_threads']:.2f} times the work of one (two processes that",
+        f"share nothing: {scaling['match_processes']:.2f}). `check_integrity` takes {check * 1000:.0f} ms.",
     ]
     return "\n".join(lines) + "\n"
 
