@@ -15,6 +15,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from array import array
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -95,18 +96,28 @@ class Kvstore(Peer):
         return int(self.tree.match(ROOT, prepared).size)
 
 
+@cache
+def floor_library() -> ctypes.CDLL:
+    """floor.cpp, compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "floor.so"
+        subprocess.run(["g++", *FLOOR_FLAGS, str(FLOOR_SOURCE), "-o", str(file)], check=True)
+        library = ctypes.CDLL(str(file))
+    library.floor_new.restype = ctypes.c_void_p
+    return library
+
+
 class Floor(Peer):
     """floor.cpp, timed inside."""
 
     def __init__(self, workload: Workload) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "floor.so"
-            subprocess.run(["g++", *FLOOR_FLAGS, str(FLOOR_SOURCE), "-o", str(library)], check=True)
-            self._library = ctypes.CDLL(str(library))
-        self._library.floor_new.restype = ctypes.c_void_p
+        self._library = floor_library()
         self._tree = ctypes.c_void_p(self._library.floor_new(workload.block_tokens))
         self._block_tokens = workload.block_tokens
         self._ns = ctypes.c_uint64()
+
+    def __del__(self) -> None:
+        self._library.floor_delete(self._tree)
 
     def store(self, prepared: Any) -> None:
         self._call(self._library.floor_insert, prepared)
