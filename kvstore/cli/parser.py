@@ -93,7 +93,9 @@ def _add_changing(commands: Commands) -> None:
 
 def _add_replay(commands: Commands) -> None:
     replay = _add(commands, "replay", "replay:replay", "What a trace of requests would hit at given capacities.")
-    replay.add_argument("trace", metavar="TRACE", help="Mooncake JSONL, or what `kvstore events --json` printed; .gz too")
+    replay.add_argument(
+        "trace", metavar="TRACE", help="JSONL: a Mooncake trace, or what `kvstore events --json` printed"
+    )
     replay.add_argument(
         "--capacity",
         metavar="SIZE,...",
@@ -106,7 +108,7 @@ def _add_replay(commands: Commands) -> None:
         "--warm", metavar="RATIO", type=float, default=0.5, help="share of the requests not counted (default 0.5)"
     )
     replay.add_argument("--expand", metavar="FROM:TO", help="cut blocks, such as 512:16 tokens")
-    replay.add_argument("--block-tokens", metavar="COUNT", type=int, help="tokens of a listed block (default: told by it)")
+    replay.add_argument("--block-tokens", metavar="COUNT", type=int, help="tokens of a block in the trace")
     replay.add_argument("--block-bytes", metavar="SIZE", help="bytes of a replayed block (default: as of an 8B model)")
     replay.add_argument("--speed", metavar="FACTOR", type=float, help="keep the trace's time, so much faster")
     replay.add_argument("--skip-bad-lines", action="store_true", help="count malformed lines instead of failing")

@@ -22,7 +22,7 @@ class Capacity:
 
 
 def parse_capacity(text: str, *, unique_blocks: int, block_bytes: int) -> Capacity:
-    """Whole blocks, rounded down. Raises InvalidArgumentError for a text that is none of these, or less than a block."""
+    """Whole blocks, rounded down. Raises InvalidArgumentError for any other text, and for less than one block."""
     text = text.strip()
     percent = _PERCENT.fullmatch(text)
     try:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 MOONCAKE = "mooncake"
 EVENTS = "events"
 _GZIP_MAGIC = b"\x1f\x8b"
+_MILLISECONDS_MAX = 2**53
+_TOKENS_MAX = 2**40
 Record: TypeAlias = dict[str, Any]
 
 
@@ -39,7 +40,6 @@ Record: TypeAlias = dict[str, Any]
 class RawRequest:
     """One request as its line tells it. `input_tokens` is None where the format does not know it."""
 
-    line: int
     seconds: float
     input_tokens: int | None
     ids: NDArray[np.int64]
@@ -64,13 +64,13 @@ class RequestReader:
         return self._events.unknown_parents
 
     def __iter__(self) -> Iterator[RawRequest]:
-        parse: Callable[[int, Record], RawRequest | None] | None = None
+        parse: Callable[[Record], RawRequest | None] | None = None
         for number, line in self._lines():
             try:
                 record = _record(line)
                 parse = parse or self._parser_for(record)
-                request = parse(number, record)
-            except (ValueError, RecursionError) as err:
+                request = parse(record)
+            except (ValueError, OverflowError, RecursionError) as err:
                 if not self._skip_bad_lines:
                     raise TraceError(f"{self._path}:{number}: {err}") from err
                 self.skipped_lines += 1
@@ -78,7 +78,7 @@ class RequestReader:
             if request is not None:
                 yield request
 
-    def _parser_for(self, record: Record) -> Callable[[int, Record], RawRequest | None]:
+    def _parser_for(self, record: Record) -> Callable[[Record], RawRequest | None]:
         if "hash_ids" in record:
             self.format = MOONCAKE
             return _mooncake_request
@@ -107,11 +107,11 @@ class _EventPaths:
         self._parents: dict[int, int] = {}
         self.unknown_parents = 0
 
-    def request(self, number: int, record: Record) -> RawRequest | None:
+    def request(self, record: Record) -> RawRequest | None:
         """The request behind an event, None where there is none."""
+        if "kind" not in record and "gap" not in record:
+            raise ValueError("no event: it has neither kind nor gap")
         if record.get("kind") != "stored" or record.get("tier") != "host" or not record.get("parent_key"):
-            if "kind" not in record and "gap" not in record:
-                raise ValueError("no event: it has neither kind nor gap")
             return None
         parent, keys = record["parent_key"], record.get("keys")
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in (parent, *keys)):
@@ -122,7 +122,7 @@ class _EventPaths:
             if path:
                 self._parents[block] = path[-1]
             path.append(block)
-        return RawRequest(number, 0.0, None, np.array(path, dtype=np.int64))
+        return RawRequest(0.0, None, np.array(path, dtype=np.int64))
 
     def _path_to(self, key: str) -> list[int]:
         if key not in self._ids:
@@ -144,17 +144,21 @@ def _record(line: bytes) -> Record:
     return record
 
 
-def _mooncake_request(number: int, record: Record) -> RawRequest:
+def _mooncake_request(record: Record) -> RawRequest:
     milliseconds = record.get("timestamp")
-    if type(milliseconds) not in (int, float) or not math.isfinite(milliseconds) or milliseconds < 0:
+    if not _is_number(milliseconds) or not 0 <= milliseconds <= _MILLISECONDS_MAX:
         raise ValueError(f"timestamp is {milliseconds!r}, expected milliseconds of at least 0")
     tokens = record.get("input_length")
-    if type(tokens) is not int or tokens < 0:
-        raise ValueError(f"input_length is {tokens!r}, expected a whole number of at least 0")
+    if type(tokens) is not int or not 0 <= tokens <= _TOKENS_MAX:
+        raise ValueError(f"input_length is {tokens!r}, expected a whole number in 0..{_TOKENS_MAX}")
     ids = record.get("hash_ids")
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise ValueError("hash_ids must be a list of whole numbers")
     try:
-        return RawRequest(number, milliseconds / 1000, tokens, np.array(ids, dtype=np.int64))
+        return RawRequest(milliseconds / 1000, tokens, np.array(ids, dtype=np.int64))
     except OverflowError as err:
         raise ValueError("a hash id does not fit into 64 bits, signed") from err
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

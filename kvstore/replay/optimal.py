@@ -3,16 +3,17 @@
 MIN for prefix-closed sets: after each request keep, of the cached blocks and the request's own path, those with the
 nearest next use; among equal ones the shallower. A block's next use is the next request whose path contains it, so a
 parent's is never later than its child's and what is kept is prefix-closed by itself. Since all blocks have one size
-and a request may leave its blocks out (bypass), this is exact over the whole trace. Counted on a part of it, it may miss
-the best possible by the little that is gained there by hits given up in the other part.
+and a request may leave its blocks out (bypass), this is exact over the whole trace. Counted on the second half alone it
+is near-exact: hits given up in the first half could at best gain a little there.
 
 The blocks whose next use is request j are a stretch of j's path without gaps: those that no earlier request uses. So
-the cache is a table of stretches by next use, and a request costs O(stretches of its path * log stretches), not O(blocks).
+the cache is a table of stretches by next use, and a request costs O(log stretches) for each stretch of its path.
 """
 
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,6 +91,6 @@ def _stretches(next_use: NDArray[np.int64], split: int) -> list[tuple[int, int, 
     edges = [0, *(np.flatnonzero(np.diff(next_use)) + 1).tolist(), next_use.size]
     return [
         (start * split, end * split, int(next_use[start]))
-        for start, end in zip(edges[:-1], edges[1:], strict=True)
+        for start, end in pairwise(edges)
         if start < end and next_use[start] >= 0
     ]

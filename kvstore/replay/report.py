@@ -57,13 +57,13 @@ def table(report: Report) -> tuple[tuple[str, ...], _Cells]:
     """Header and cells; rates in percent. Columns of the disk tier only where there is one."""
     with_disk = any(row.disk_blocks for row in report.rows)
     header = ("policy", "capacity", "blocks", "block hit %", "token hit %", "optimal %", "infinite %")
-    disk_header = ("host hit %", "disk hit %", "demoted", "promoted")
+    disk_header = ("host hit %", "disk hit %", "demoted GiB", "promoted GiB")
     cells: _Cells = []
     for row in report.rows:
         rates = (row.block_hit_rate, row.token_hit_rate, row.optimal, row.infinite)
         shown = (row.policy, row.capacity, row.capacity_blocks, *map(_percent, rates))
         of_tiers = map(_percent, (row.host_block_hit_rate, row.disk_block_hit_rate))
-        moved = (format_size(row.demoted_bytes), format_size(row.promoted_bytes))
+        moved = (_gib(row.demoted_bytes), _gib(row.promoted_bytes))
         cells.append((*shown, *of_tiers, *moved) if with_disk else shown)
     return (*header, *disk_header) if with_disk else header, cells
 
@@ -101,12 +101,12 @@ def check_outputs(*, parquet: Path | None, plot: Path | None) -> None:
 
 def write_parquet(report: Report, path: Path) -> None:
     """One row for each run; the columns are the fields of ReplayRow, and the trace's name."""
-    import pyarrow
-    import pyarrow.parquet
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     rows = [{"trace": report.trace.name, **asdict(row)} for row in report.rows]
     try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pq.write_table(pa.Table.from_pylist(rows), path)
     except OSError as err:
         raise StorageError(f"{path} cannot be written: {err}") from err
 
@@ -140,6 +140,10 @@ def _draw(axes: Axes, report: Report) -> None:
     axes.set_ylabel("block hit rate, %")
     axes.set_title(report.trace.name)
     axes.legend()
+
+
+def _gib(size_bytes: int) -> float:
+    return round(size_bytes / 2**30, 1)
 
 
 def _percent(rate: float) -> float:

@@ -71,9 +71,9 @@ class Replay:
     """One trace, ready to be run with any policy at any capacity."""
 
     def __init__(self, trace: Trace, *, block_bytes: int, warm_ratio: float, clock: Clock) -> None:
-        """The first `warm_ratio` of the requests are served and not counted. Raises InvalidArgumentError if not 0..1."""
+        """The first `warm_ratio` of the requests are served and not counted; InvalidArgumentError if it is not 0..1."""
         if not 0 <= warm_ratio < 1:
-            raise InvalidArgumentError(f"the warm-up is {warm_ratio} of the requests, expected at least 0 and below 1")
+            raise InvalidArgumentError(f"the warm-up is {warm_ratio} of the requests, expected 0 or more, below 1")
         self._trace = trace
         self._block_bytes = block_bytes
         self._clock = clock
@@ -103,7 +103,6 @@ class Replay:
             policy(policy_name)(self._trace.block_tokens),
             host_blocks=self._useful(host),
             disk_blocks=0 if disk is None else self._useful(disk),
-            block_bytes=self._block_bytes,
         )
         outcome = self._drive(node, before_request)
         return self._row(policy_name, host, disk, outcome, run_seconds=self._clock.monotonic() - start)

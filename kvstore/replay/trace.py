@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.replay.errors import TraceError
-from kvstore.replay.formats import EVENTS, RequestReader
+from kvstore.replay.formats import EVENTS, MOONCAKE, RequestReader
 from kvstore.types import BLOCK_TOKENS_MAX
 
 if TYPE_CHECKING:
@@ -86,6 +86,14 @@ def read_trace(
     requests = list(reader)
     if not requests or reader.format is None:
         raise TraceError(f"{path} has no requests")
+    trace = assemble_trace(requests, name=path.name, block_tokens=block_tokens, expand=expand)
+    return replace(trace, format=reader.format, notes=(*_notes(reader), *trace.notes))
+
+
+def assemble_trace(
+    requests: Sequence[RawRequest], *, name: str, block_tokens: int | None = None, expand: Expansion | None = None
+) -> Trace:
+    """Make a trace of requests, of which there must be one; as `read_trace` does."""
     file_block_tokens = block_tokens or _block_tokens_of(requests)
     split = _split(file_block_tokens, expand)
     listed = np.array([request.ids.size for request in requests], dtype=np.int64)
@@ -96,14 +104,14 @@ def read_trace(
     unique_ids, dense = np.unique(ids, return_inverse=True)
     paths, prefix_count = _number_prefixes(dense, starts, int(unique_ids.size))
     if prefix_count * split > _NUMBERS_MAX:
-        raise TraceError(f"{path} has {prefix_count} blocks, in {split} each: more than {_NUMBERS_MAX} in all")
+        raise TraceError(f"{name} has {prefix_count} unique blocks, cut in {split}: more than {_NUMBERS_MAX} in all")
     return Trace(
-        name=path.name,
-        format=reader.format,
+        name=name,
+        format=MOONCAKE,
         block_tokens=file_block_tokens // split,
         split=split,
         unique_blocks=prefix_count * split,
-        notes=_notes(reader, int((listed - whole).sum()), int((whole * file_block_tokens > input_tokens).sum())),
+        notes=_block_notes(int((listed - whole).sum()), int((whole * file_block_tokens > input_tokens).sum())),
         seconds=np.array([request.seconds for request in requests]),
         input_tokens=input_tokens,
         _starts=starts,
@@ -123,9 +131,7 @@ def _block_tokens_of(requests: Sequence[RawRequest]) -> int:
     return min(1 << max(0, tokens.bit_length() - 1), BLOCK_TOKENS_MAX)
 
 
-def _whole_blocks(
-    listed: NDArray[np.int64], input_tokens: NDArray[np.int64], block_tokens: int
-) -> NDArray[np.int64]:
+def _whole_blocks(listed: NDArray[np.int64], input_tokens: NDArray[np.int64], block_tokens: int) -> NDArray[np.int64]:
     """How many of the listed blocks of each request are whole.
 
     Some public traces list the partial last block of every prompt. Where not all requests do, the list is taken as it
@@ -182,14 +188,20 @@ def _number_prefixes(
     return paths, count
 
 
-def _notes(reader: RequestReader, partial_blocks: int, overlong_requests: int) -> tuple[str, ...]:
+def _block_notes(partial_blocks: int, overlong_requests: int) -> tuple[str, ...]:
     noted = (
-        (reader.skipped_lines, "bad lines were skipped"),
         (partial_blocks, "partial last blocks were left out"),
         (overlong_requests, "requests list more blocks than their tokens fill; all of them count as whole"),
-        (reader.unknown_parents, "events continue a prefix that the log does not tell; it counts from its last block"),
     )
-    notes = [f"{count} {sentence}" for count, sentence in noted if count]
+    return tuple(f"{count} {sentence}" for count, sentence in noted if count)
+
+
+def _notes(reader: RequestReader) -> tuple[str, ...]:
+    notes = []
+    if reader.skipped_lines:
+        notes.append(f"{reader.skipped_lines} bad lines were skipped")
     if reader.format == EVENTS:
         notes.append("an event log tells stores, not lookups: prompts that were found entirely are missing")
+    if reader.unknown_parents:
+        notes.append(f"{reader.unknown_parents} prefixes begin before the event log does; they count from there")
     return tuple(notes)
