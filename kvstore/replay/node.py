@@ -96,8 +96,10 @@ class Node:
 
     def _copy_to_disk(self, ids: BlockIds) -> None:
         slots = _allocate_with(self._disk, ids.size, self._free_disk)
-        self._tree.place(ids[: slots.size], Tier.DISK, slots)
-        self.demoted_blocks += slots.size
+        placed = self._tree.place(ids[: slots.size], Tier.DISK, slots)
+        # A victim that was dropped meanwhile with an ancestor, which left the disk to make room, needs no slot.
+        self._disk.free(slots[~placed])
+        self.demoted_blocks += int(placed.sum())
 
     def _free_disk(self, wanted: int) -> bool:
         removed = self._tree.evict(self._tree.take_victims(Tier.DISK, wanted), Tier.DISK)
