@@ -28,7 +28,9 @@ class ProgressBar:
         filled = _WIDTH * self._done // self._total
         text = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {100 * self._done // self._total:3d} %  {label}"
         if text != self._shown:
-            self._write(text)
+            sys.stderr.write(f"\r{text.ljust(len(self._shown))}")
+            sys.stderr.flush()
+            self._shown = text
 
     def __enter__(self) -> Self:
         return self
@@ -37,9 +39,5 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._shown:
-            self._write("")
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(f"\r{text.ljust(len(self._shown))}\r{text}")
-        sys.stderr.flush()
-        self._shown = text
+            sys.stderr.write(f"\r{' ' * len(self._shown)}\r")
+            sys.stderr.flush()

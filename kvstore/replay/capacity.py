@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.quantities import parse_size
@@ -22,12 +23,16 @@ class Capacity:
 
 
 def parse_capacity(text: str, *, unique_blocks: int, block_bytes: int) -> Capacity:
-    """Whole blocks, rounded down. Raises InvalidArgumentError for any other text, and for less than one block."""
+    """Whole blocks, rounded down, but one at least of what is given in percent.
+
+    Raises InvalidArgumentError for any other text, and for less than one block.
+    """
     text = text.strip()
     percent = _PERCENT.fullmatch(text)
     try:
         if percent is not None:
-            blocks = int(Fraction(percent[1]) * unique_blocks / 100)
+            share = Fraction(percent[1]) * unique_blocks / 100
+            blocks = max(int(share), ceil(min(share, 1)))
         elif text.isascii() and text.isdigit():
             blocks = int(text)
         else:
