@@ -32,7 +32,7 @@ def parse_capacity(text: str, *, unique_blocks: int, block_bytes: int) -> Capaci
     try:
         if percent is not None:
             share = Fraction(percent[1]) * unique_blocks / 100
-            blocks = max(int(share), ceil(min(share, 1)))
+            blocks = int(share) if share >= 1 else ceil(share)
         elif text.isascii() and text.isdigit():
             blocks = int(text)
         else:

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+import kvstore
+from kvstore.cli.remote import _event_row
 from kvstore.replay.errors import TraceError
 from kvstore.replay.formats import EVENTS, MOONCAKE, RequestReader
+from kvstore.types import KvLayout, Namespace
 
 RIGHT = {"timestamp": 1500, "input_length": 9, "output_length": 3, "hash_ids": [7, 8], "session_id": 1}
 
@@ -131,3 +135,17 @@ def test_a_bad_event_is_named(write_lines, bad):
 def test_events_that_form_a_ring_are_refused(write_lines):
     with pytest.raises(TraceError, match="jsonl:3: a block is its own ancestor"):
         list(RequestReader(write_lines(stored("a", "b"), stored("b", "a"), stored("b", "c"))))
+
+
+def test_what_a_store_told_of_its_commits_is_read_back(write_lines):
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=4, dtype="int8", block_tokens=2)
+    namespace = Namespace(model="m", revision="1", layout=layout)
+    prompts = [[1, 1, 2, 2], [1, 1, 2, 2, 3, 3], [4, 4], [1, 1, 5, 5, 6, 6]]
+    with kvstore.open(host_bytes=1 << 20) as store:
+        for prompt in prompts:
+            with store.stage(namespace, prompt) as stage:
+                stage.write_from(np.zeros((len(prompt) // 2, layout.block_bytes), dtype=np.uint8))
+        page = store.events()
+    lines = [json.dumps({"epoch": page.epoch, **_event_row(event)}, default=bytes.hex) for event in page.events]
+
+    assert [[0, 1], [0, 1, 2], [3], [0, 4, 5]] == paths(RequestReader(write_lines(*lines)))
