@@ -20,8 +20,6 @@ SERVE_FLAGS = {
     "metrics": "server.metrics_address",
 }
 
-REPLAY_CAPACITIES = "1%,2%,5%,10%,25%"
-
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Parsed arguments carry `handler` ("module:function") and `title`."""
@@ -99,7 +97,7 @@ def _add_replay(commands: Commands) -> None:
     replay.add_argument(
         "--capacity",
         metavar="SIZE,...",
-        default=REPLAY_CAPACITIES,
+        default="1%,2%,5%,10%,25%",
         help="host tier: percent of the trace's unique blocks, blocks, or bytes such as 64GiB (default %(default)s)",
     )
     replay.add_argument("--disk", metavar="SIZE", help="disk tier, given likewise (default: none)")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK_TOKENS = 16
 _NUMBERS_MAX = 2**32
+_PARTIAL_RATIO_MIN = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +135,15 @@ def _block_tokens_of(requests: Sequence[RawRequest]) -> int:
 def _whole_blocks(listed: NDArray[np.int64], input_tokens: NDArray[np.int64], block_tokens: int) -> NDArray[np.int64]:
     """How many of the listed blocks of each request are whole.
 
-    Some public traces list the partial last block of every prompt. Where not all requests do, the list is taken as it
-    is: lengths come from another tokenizer then.
+    Some public traces list the partial last block of every prompt. Where only some requests seem to, the list is taken
+    as it is: their lengths come from another tokenizer.
     """
     whole = input_tokens // block_tokens
-    rounded_up = -(-input_tokens // block_tokens)
-    return whole if np.array_equal(listed, rounded_up) else listed
+    with_rest = input_tokens % block_tokens > 0
+    listing_rest = with_rest & (listed > whole)
+    if listing_rest.sum() <= _PARTIAL_RATIO_MIN * with_rest.sum():
+        return listed
+    return np.minimum(listed, whole)
 
 
 def _input_tokens(request: RawRequest, block_tokens: int) -> int:

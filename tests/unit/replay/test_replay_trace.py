@@ -57,7 +57,7 @@ def test_the_size_of_a_block_is_told_by_the_longest_request(tokens, blocks):
         assert tokens == made.block_tokens
 
 
-def test_partial_last_blocks_are_left_out_where_all_requests_list_them():
+def test_partial_last_blocks_are_left_out_where_requests_list_them():
     made = [RawRequest(0.0, 9, np.array([1, 2, 3])), RawRequest(0.0, 8, np.array([1, 4]))]
     trace = assemble_trace(made, name="t", block_tokens=4)
 
