@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 2
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=4, dtype="int8", block_tokens=BLOCK_TOKENS)
 NAMESPACE = Namespace(model="replay", revision="1", layout=LAYOUT)
-DISK_BYTES = 512 << 10
+DISK_BYTES = 1 << 20
 Blocks: TypeAlias = tuple[int, ...]
 
 prompts = st.lists(st.lists(st.integers(1, 3), max_size=6).map(tuple), min_size=1, max_size=40)
@@ -111,7 +111,7 @@ def test_hits_are_those_of_the_store(seed):
 def test_hits_by_tier_are_those_of_the_store(seed, tmp_path: Path):
     host_blocks = 3 + 2 * seed
     with kvstore.open(tmp_path / "probe", host_bytes=LAYOUT.block_bytes, disk_bytes=DISK_BYTES) as store:
-        for first in range(100, 200):
+        for first in range(100, 400):
             serve(store, (first,))
         disk_blocks = store.stats().tiers["disk"].blocks
     node = new_node(host_blocks, disk_blocks)
