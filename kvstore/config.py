@@ -123,7 +123,7 @@ class DiskConfig:
     capacity_bytes: int | None = _setting(
         None,
         Kind.SIZE,
-        "Disk space for blocks under data_dir, all files counted; 0: no disk tier.",
+        "Disk space under data_dir, all files counted, at least 1MiB; 0: no disk tier.",
         maximum=_SIZE_BYTES_MAX,
         auto=f"{format_size(DEFAULT_DISK_BYTES)} with data_dir, else 0",
     )

@@ -65,7 +65,12 @@ def run(config: Config, *, ready: TextIO) -> None:
         registry = make_registry(store.stats, server, calls, __version__)
         address = config.server.metrics_address
         page = stack.enter_context(contextlib.closing(MetricsPage(registry, address))) if address else None
-        uvloop.run(_serve(config, store, server, page, ready))
+        # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        try:
+            uvloop.run(_serve(config, store, server, page, ready))
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     logger.info("stopped")
 
 
@@ -104,6 +109,7 @@ async def _serve(config: Config, store: Store, server: GrpcServer, page: Metrics
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, _on_first_signal, loop, stop_asked)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     listen = await server.start()
     metrics = None if page is None else page.address
     for name, tier in store.stats().tiers.items():

@@ -265,6 +265,18 @@ class Verification:
     problems: tuple[str, ...]
 
 
+def require_namespace(namespace: object) -> None:
+    """Raise InvalidNamespaceError unless it is a Namespace: for interfaces that untyped callers use."""
+    if not isinstance(namespace, Namespace):
+        raise InvalidNamespaceError(f"namespace is a {type(namespace).__name__}, expected a kvstore.Namespace")
+
+
+def require_root(root: object) -> None:
+    """Raise InvalidNamespaceError unless it is a Root or None."""
+    if root is not None and not isinstance(root, Root):
+        raise InvalidNamespaceError(f"root is a {type(root).__name__}, expected a kvstore.Root or None")
+
+
 def _check_counts(layout: KvLayout) -> None:
     for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tensor_parallel", "pipeline_parallel"):
         value = getattr(layout, name)

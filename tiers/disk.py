@@ -180,6 +180,16 @@ class DiskTier:
         with self._lock:
             return self._recovered.pop(ns_id, [])
 
+    def forget(self, ns_id: bytes) -> None:
+        """Let go of a namespace's pool, with its slabs; one whose slots are in use stays."""
+        with self._lock:
+            pool = self._pools.get(ns_id)
+            if pool is None or pool.used_slots:
+                return
+            del self._pools[ns_id]
+        for slot_range in pool.ranges():
+            pool.give_back(slot_range)
+
     def clear(self, ns_id: bytes) -> None:
         """When this returns, no restart brings back a block written so far. Raises StorageError if it may.
 

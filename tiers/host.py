@@ -88,6 +88,15 @@ class HostTier:
             )
         return pool
 
+    def forget(self, ns_id: bytes) -> None:
+        """Let go of a namespace's pool, with its extents; one whose slots are in use stays."""
+        with self._lock:
+            pool = self._pools.get(ns_id)
+            if pool is None or pool.used_slots:
+                return
+            del self._pools[ns_id]
+        pool.close()
+
     def close(self) -> None:
         """Give all memory back; idempotent. Memory that a view still shows goes when the view does."""
         with self._lock:

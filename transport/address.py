@@ -74,7 +74,10 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
 def _unix_address(text: str, path: str) -> UnixAddress:
     if not path.startswith("/") or "\0" in path or not PurePosixPath(path).name:
         raise ConfigError(f"address {text!r} names no absolute path, expected unix:///path/to/socket")
-    length = len(path.encode("utf-8", "surrogateescape"))
+    try:
+        length = len(path.encode())
+    except UnicodeEncodeError as err:
+        raise ConfigError(f"address {text!r} is no Unicode text") from err
     if length > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(
             f"socket path {path!r} has {length} bytes, Unix allows {SOCKET_PATH_BYTES_MAX}; use a shorter one"

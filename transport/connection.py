@@ -19,6 +19,7 @@ from kvstore.hashing import secret_proof
 from kvstore.transport import convert, frames
 from kvstore.transport.rows import whole_rows_bytes
 from kvstore.transport.status import ERROR_KEY, UnknownSessionError, error_of
+from kvstore.types import require_namespace
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Connection:
 
     def ns_id(self, namespace: Namespace) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""
+        require_namespace(namespace)
         ns_id = self._namespaces.get(namespace)
         if ns_id is None:
             proof = b""

@@ -21,6 +21,7 @@ from kvstore.types import (
     Tier,
     TierRun,
     TierStats,
+    require_root,
 )
 from kvstore.v1 import admin_service_pb2, block_pb2, cache_service_pb2
 
@@ -89,6 +90,7 @@ def root_from_proto(message: block_pb2.Root) -> Root:
 
 def prompt_to_proto(ns_id: bytes, root: Root | None, tokens: TokenArray) -> block_pb2.Prompt:
     """One copy of the token ids."""
+    require_root(root)
     packed = tokens.astype("<u4", copy=False).tobytes()
     return block_pb2.Prompt(ns_id=ns_id, root=root_to_proto(root) if root is not None else None, tokens=packed)
 

@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_looking(commands)
     _add_changing(commands)
+    _add_replay(commands)
     _add_config(commands)
     return parser
 
@@ -87,6 +88,32 @@ def _add_changing(commands: Commands) -> None:
     clear = _add_remote(commands, "clear", "Drop all blocks of a namespace, pinned ones too, for good.")
     _add_namespace(clear)
     _add_remote(commands, "flush", "Wait until everything admitted to disk is there.")
+
+
+def _add_replay(commands: Commands) -> None:
+    replay = _add(commands, "replay", "replay:replay", "What a trace of requests would hit at given capacities.")
+    replay.add_argument(
+        "trace", metavar="TRACE", help="JSONL: a Mooncake trace, or what `kvstore events --json` printed"
+    )
+    replay.add_argument(
+        "--capacity",
+        metavar="SIZE,...",
+        default="1%,2%,5%,10%,25%",
+        help="host tier: percent of the trace's unique blocks, blocks, or bytes such as 64GiB (default %(default)s)",
+    )
+    replay.add_argument("--disk", metavar="SIZE", help="disk tier, given likewise (default: none)")
+    replay.add_argument("--policies", metavar="NAME,...", default="default", help="lru, default (default: default)")
+    replay.add_argument(
+        "--warm", metavar="RATIO", type=float, default=0.5, help="share of the requests not counted (default 0.5)"
+    )
+    replay.add_argument("--expand", metavar="FROM:TO", help="cut blocks, such as 512:16 tokens")
+    replay.add_argument("--block-tokens", metavar="COUNT", type=int, help="tokens of a block in the trace")
+    replay.add_argument("--block-bytes", metavar="SIZE", help="bytes of a replayed block (default: as of an 8B model)")
+    replay.add_argument("--speed", metavar="FACTOR", type=float, help="keep the trace's time, so much faster")
+    replay.add_argument("--skip-bad-lines", action="store_true", help="count malformed lines instead of failing")
+    replay.add_argument("--parquet", metavar="FILE", help="write the rows there too (extra `replay`)")
+    replay.add_argument("--plot", metavar="FILE", help="hit rate over capacity as .png or .svg (extra `plot`)")
+    _add_json(replay)
 
 
 def _add_config(commands: Commands) -> None:

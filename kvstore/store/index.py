@@ -11,6 +11,7 @@ from kvstore.errors import NoSpaceError
 from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
 from kvstore.store.space import Space
+from kvstore.types import require_namespace
 
 if TYPE_CHECKING:
     from kvstore.clock import Clock
@@ -58,13 +59,14 @@ class Index:
 
     def space(self, namespace: Namespace) -> Space:
         """The space of a namespace, made at its first use from what the disk holds of it."""
+        require_namespace(namespace)
         space = self._spaces.get(namespace)
         if space is not None:
             return space
         with self._opening:
             space = self._spaces.get(namespace)
             if space is None:
-                if len(self._spaces) >= self.settings.namespaces_max:
+                if len(self._spaces) >= self.settings.namespaces_max and not self._retire_empty_space():
                     raise NoSpaceError(f"the store holds {len(self._spaces)} namespaces, its limit (namespaces_max)")
                 space = self._make_space(namespace)
                 self._spaces[namespace] = space
@@ -79,6 +81,20 @@ class Index:
             if tick is not None and (best is None or tick < best_tick):
                 best, best_tick = space, tick
         return best
+
+    def _retire_empty_space(self) -> bool:
+        """Forget a namespace that has no blocks, staged ones included; `_opening` must be held."""
+        with self.lock:
+            empty = next((item for item in self._spaces.items() if item[1].tree.block_count == 0), None)
+            if empty is None:
+                return False
+            namespace, space = empty
+            space.retired = True
+            del self._spaces[namespace]
+        self.host.forget(space.ns_id)
+        if self.disk is not None:
+            self.disk.forget(space.ns_id)
+        return True
 
     def _make_space(self, namespace: Namespace) -> Space:
         ns_id = self.namespace_id(namespace)

@@ -15,7 +15,7 @@ from kvstore.radix.tree import NO_SLOT
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvstore.store.index import Index
     from kvstore.store.space import Space
@@ -71,6 +71,9 @@ class RoomMaker:
 
     def _free_host(self, space: Space, wanted: int) -> bool:
         """Let some blocks leave host memory; false if none could."""
+        others = [other.host for other in self._index.spaces() if other is not space]
+        if _give_back_idle(others):
+            return True
         with self._index.lock:
             coldest = self._index.coldest_space(Tier.HOST)
         if coldest is None:
@@ -137,7 +140,8 @@ class RoomMaker:
 
     def _free_disk(self, space: Space, wanted: int) -> bool:
         """Let some blocks leave the disk; false if none could."""
-        if self._drop_unclaimed():
+        others = [other.disk for other in self._index.spaces() if other is not space and other.disk is not None]
+        if _give_back_idle(others) or self._drop_unclaimed():
             return True
         with self._index.lock:
             coldest = self._index.coldest_space(Tier.DISK)
@@ -165,9 +169,7 @@ class RoomMaker:
         found = unclaimed[0]
         pool = disk.pool(found.ns_id, found.part_sizes, found.block_tokens)
         pool.free(np.array([block.slot for block in disk.recovered(found.ns_id)], dtype=np.uint32))
-        for slot_range in pool.ranges():
-            pool.give_back(slot_range)
-        return True
+        return _give_back_idle([pool])
 
     def _reclaim(self, space: Space, pool: Pool, tier: Tier) -> bool:
         """Empty one extent or slab of a colder space and return it to the tier, so that another space can have it."""
@@ -186,6 +188,11 @@ class RoomMaker:
             if pool.give_back(slot_range):
                 return True
         return False
+
+
+def _give_back_idle(pools: Iterable[Pool]) -> bool:
+    """Return the extents or slabs in which nothing is used to their tier; true if there was one."""
+    return sum(pool.give_back(slot_range) for pool in pools for slot_range in pool.ranges()) > 0
 
 
 def _batch_blocks(space: Space) -> int:

@@ -14,7 +14,7 @@ from kvstore import hashing
 from kvstore.events import EventKind
 from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
 from kvstore.tiers.base import BlockIdentity, RecoveredBlock
-from kvstore.types import PLAIN_ROOT, Tier, TierRun
+from kvstore.types import PLAIN_ROOT, Tier, TierRun, require_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,6 +66,7 @@ class Space:
         self, *, ns_id: bytes, ns_key: bytes, layout: KvLayout, host: HostPool, disk: DiskPool | None, events: EventLog
     ) -> None:
         self.ns_id = ns_id
+        self.retired = False  # set under the index lock: nothing may be stored here any more
         self.layout = layout
         self.host = host
         self.disk = disk
@@ -76,6 +77,7 @@ class Space:
 
     def root_key(self, root: Root | None) -> bytes:
         """The 16-byte key of a root, the plain one for None."""
+        require_root(root)
         return self._root_key(PLAIN_ROOT if root is None else root)
 
     def find(self, root_key: bytes, prompt: TokenArray) -> Found:
@@ -158,8 +160,10 @@ class Space:
                 children[block.identity.root_key, block.identity.parent_key].append(block)
         taken: set[int] = set()
         for root_key in {block.identity.root_key for block in found}:
-            for path in _paths(root_key, children):
-                self._adopt_path(root_key, path, taken)
+            tokens = np.empty(0, dtype=np.uint32)
+            for path, first_new in _paths(root_key, children):
+                tokens = self._extended(tokens, path, first_new)
+                self._adopt_path(root_key, path, tokens, taken)
         return np.array([block.slot for block in found if block.slot not in taken], dtype=np.uint32)
 
     def _has_right_key(self, identity: BlockIdentity) -> bool:
@@ -169,8 +173,12 @@ class Space:
         keys = hashing.block_keys(self._ns_key, identity.parent_key, tokens, self.layout.block_tokens)
         return keys.tobytes() == identity.key
 
-    def _adopt_path(self, root_key: bytes, path: Sequence[RecoveredBlock], taken: set[int]) -> None:
-        tokens = np.frombuffer(b"".join(block.identity.tokens for block in path), dtype=np.uint32)
+    def _extended(self, tokens: TokenArray, path: Sequence[RecoveredBlock], first_new: int) -> TokenArray:
+        """The tokens of a path that has its blocks before `first_new` in common with the path of `tokens`."""
+        new = [np.frombuffer(block.identity.tokens, dtype=np.uint32) for block in path[first_new:]]
+        return np.concatenate([tokens[: first_new * self.layout.block_tokens], *new])
+
+    def _adopt_path(self, root_key: bytes, path: Sequence[RecoveredBlock], tokens: TokenArray, taken: set[int]) -> None:
         existing, ids = self.tree.stage(root_key, tokens, 0, 0)
         slots = np.array([block.slot for block in path[existing:]], dtype=np.uint32)
         self.tree.place(ids[existing:], Tier.DISK, slots)
@@ -196,15 +204,18 @@ class Space:
 
 def _paths(
     root_key: bytes, children: dict[tuple[bytes, bytes], list[RecoveredBlock]]
-) -> Iterable[list[RecoveredBlock]]:
-    """Every path from the root to a leaf, without recursion."""
+) -> Iterable[tuple[list[RecoveredBlock], int]]:
+    """Every path from the root to a leaf, with the number of blocks it has in common with the one before."""
     path: list[RecoveredBlock] = []
+    common = 0
     waiting = [(block, 0) for block in children.get((root_key, root_key), ())]
     while waiting:
         block, depth = waiting.pop()
+        common = min(common, depth)
         del path[depth:]
         path.append(block)
         below = children.get((root_key, block.identity.key), ())
         waiting.extend((child, depth + 1) for child in below)
         if not below:
-            yield path
+            yield path, common
+            common = len(path)

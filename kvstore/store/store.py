@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvstore.clock import SystemClock
-from kvstore.config import DISK_BYTES_MIN
+from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN
 from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.events import EventPage
     from kvstore.store.space import Space
     from kvstore.tokens import Tokens
-    from kvstore.types import Namespace, Pin, Root, TokenArray
+    from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
 
 logger = logging.getLogger(__name__)
 _PROBLEMS_MAX = 1000
@@ -100,19 +100,7 @@ class Store:
             raise InvalidArgumentError(f"from_block is {from_block}, expected 0..{whole} (whole blocks of the prompt)")
         self._end_overdue()
         prompt = prompt[: whole * namespace.layout.block_tokens]
-        stage = StoreStage(
-            self._index,
-            space,
-            root_key=root_key,
-            prompt=prompt,
-            requested_from=from_block,
-            forget=self._forget_stage,
-        )
-        with self._index.lock:
-            if len(self._stages) >= self._settings.stages_max:
-                raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
-            present, path = space.tree.stage(root_key, prompt, from_block, self._index.next_tick())
-            self._stages.add(stage)
+        stage, present, path = self._open_stage(space, root_key, prompt, from_block)
         try:
             stage.begin(present, path, self._room.reserve)
         except BaseException:
@@ -188,8 +176,8 @@ class Store:
                 loaded_tokens=dict(counted.loaded_tokens),
                 stored_blocks=counted.stored_blocks,
                 present_blocks=counted.present_blocks,
-                rejected_blocks=+counted.rejected_blocks,
-                evicted_blocks=+counted.evicted_blocks,
+                rejected_blocks=dict(+counted.rejected_blocks),
+                evicted_blocks=dict(+counted.evicted_blocks),
                 corrupt_blocks=counted.corrupt_blocks,
                 disk_faults={} if self._disk is None else self._disk.faults,
                 leases=len(self._leases),
@@ -265,6 +253,22 @@ class Store:
         space = self._index.space(namespace)
         return space, space.root_key(root), prompt
 
+    def _open_stage(
+        self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int
+    ) -> tuple[StoreStage, int, BlockIds]:
+        """Insert the placeholders of a stage: with how many blocks are present, and the ids of all."""
+        stage = StoreStage(
+            self._index, space, root_key=root_key, prompt=prompt, requested_from=from_block, forget=self._forget_stage
+        )
+        with self._index.lock:
+            if len(self._stages) >= self._settings.stages_max:
+                raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
+            if space.retired:
+                raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
+            present, path = space.tree.stage(root_key, prompt, from_block, self._index.next_tick())
+            self._stages.add(stage)
+        return stage, present, path
+
     def _end_overdue(self) -> None:
         """End leases, stages and pins whose time is over, so that a forgotten one cannot hold memory for ever."""
         now = self._clock.monotonic()
@@ -290,18 +294,21 @@ def open_store(
     path: str | os.PathLike[str] | None = None,
     *,
     host_bytes: int,
-    disk_bytes: int = 0,
+    disk_bytes: int | None = None,
     settings: StoreSettings | None = None,
     clock: Clock | None = None,
 ) -> Store:
     """Open a store in this process; `kvstore.open`.
 
-    `path` is the data directory, made if it is missing and locked while open. With `disk_bytes` 0 there is no disk
-    tier, and no path is needed. Raises ConfigError for sizes that cannot be, StorageError where the directory or the
-    memory is not to be had.
+    `path` is the data directory, made if it is missing and locked while open. `disk_bytes` is 10 GiB where there is
+    a path and 0 where there is none; with 0 there is no disk tier. Raises ConfigError for sizes that cannot be,
+    StorageError where the directory or the memory is not to be had.
     """
-    if host_bytes < 1 or disk_bytes < 0:
-        raise ConfigError(f"host_bytes={host_bytes}, disk_bytes={disk_bytes}: expected at least 1 and 0")
+    if disk_bytes is None:
+        disk_bytes = DEFAULT_DISK_BYTES if path is not None else 0
+    for name, value, least in (("host_bytes", host_bytes, 1), ("disk_bytes", disk_bytes, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} is {value!r}, expected a whole number of bytes, at least {least}")
     if disk_bytes and path is None:
         raise ConfigError(f"disk_bytes is {disk_bytes} but there is no path for it; name a data directory")
     if 0 < disk_bytes < DISK_BYTES_MIN:

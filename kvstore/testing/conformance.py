@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from kvstore.errors import (
     ClosedError,
     InvalidArgumentError,
     InvalidBufferError,
+    InvalidNamespaceError,
     InvalidTokensError,
     NoSpaceError,
 )
@@ -356,6 +357,19 @@ class KvStoreConformance:
                 assert store_prompt(store, wide, list(range(start, start + 80))).refused_blocks == 0
             assert verified_blocks(store, wide, list(range(39 * 80, 40 * 80))) == 20
 
+    @pytest.mark.parametrize("disk_bytes", [0, 8 * MIB])
+    def test_a_cleared_namespace_leaves_its_room_to_others(self, open_store: OpenStore, disk_bytes: int) -> None:
+        wide = dataclasses.replace(BASE, layout=dataclasses.replace(LAYOUT, head_dim=64))
+        with open_store(4 * MIB, disk_bytes) as store:
+            for start in range(0, 80 * 400, 400):
+                store_prompt(store, BASE, list(range(start, start + 400)))
+            store.flush()
+            store.clear(BASE)
+            for start in range(0, 40 * 80, 80):
+                assert store_prompt(store, wide, list(range(start, start + 80))).refused_blocks == 0
+            store.flush()
+            assert store.stats().tiers["disk" if disk_bytes else "host"].blocks == 40 * 20
+
     # -- pins, eviction, clearing --------------------------------------------------------------------------------
 
     def test_a_pinned_prefix_outlives_pressure_until_it_is_unpinned(self, open_store: OpenStore) -> None:
@@ -461,6 +475,12 @@ class KvStoreConformance:
         with pytest.raises(InvalidTokensError):
             store.stage(BASE, tokens)
         assert store.stats().lookups == 0
+
+    @pytest.mark.parametrize("names", [(None, None), ("model", None), ({}, None), (BASE, "salt"), (BASE, BASE)])
+    def test_anything_but_a_namespace_and_a_root_is_refused(self, store: KvStore, names: tuple[Any, Any]) -> None:
+        namespace, root = names
+        with pytest.raises(InvalidNamespaceError, match=r"expected a kvstore\."):
+            store.match(namespace, PROMPT, root=root)
 
     def test_bad_arguments_are_refused_and_change_nothing(self, store: KvStore) -> None:
         store_prompt(store, BASE, PROMPT)

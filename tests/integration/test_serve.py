@@ -98,6 +98,21 @@ def test_sigterm_stops_in_order_and_removes_the_socket(tmp_path, unix_sidecar):
     assert not (tmp_path / "kvstore.sock").exists()
 
 
+@pytest.mark.parametrize("stop_signal", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_any_moment_of_the_start_ends_the_process(stop_signal):
+    """At random moments: asked too early it dies of the signal, later it stops in order; it never goes on serving."""
+    expected = {0, 130, -signal.SIGTERM, -signal.SIGINT}
+    for delay_seconds in np.linspace(0.2, 0.8, 6):
+        with subprocess.Popen(
+            command("--host-bytes", "16MiB", "--listen", "127.0.0.1:0"),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=delay_seconds)
+            process.send_signal(stop_signal)
+            assert process.wait(timeout=30) in expected
+
+
 def test_what_was_committed_is_found_again_after_a_stop(tmp_path):
     flags = ("--listen", f"unix://{tmp_path}/s", "--data-dir", tmp_path / "data", "--disk-bytes", "32MiB")
     with sidecar(*flags) as running:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 
 import kvstore
 from kvstore.clock import SystemClock
-from kvstore.errors import ClosedError, NoSpaceError
+from kvstore.errors import ClosedError, ConfigError, NoSpaceError
 from kvstore.radix.tree import RadixTree
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.store.space import Space
@@ -221,7 +221,59 @@ def test_limits_refuse_by_name_and_change_nothing(limit: str, problem: str) -> N
 
 
 def test_a_namespace_too_many_is_refused() -> None:
+    other = Namespace(model="other", revision="r", layout=LAYOUT)
     with open_store(host_bytes=HOST_BYTES, settings=StoreSettings(namespaces_max=1)) as store:
         store_prompt(store, NAMESPACE, PROMPTS[0])
         with pytest.raises(NoSpaceError, match="namespaces_max"):
-            store.match(Namespace(model="other", revision="r", layout=LAYOUT), PROMPTS[0])
+            store.match(other, PROMPTS[0])
+
+
+def test_namespaces_without_blocks_make_room_for_others(tmp_path: Path) -> None:
+    settings = StoreSettings(namespaces_max=2)
+    with open_store(tmp_path, host_bytes=HOST_BYTES, disk_bytes=16 << 20, settings=settings) as store:
+        store_prompt(store, NAMESPACE, PROMPTS[0])
+        for name in range(20):
+            other = Namespace(model=f"other {name}", revision="r", layout=LAYOUT)
+            assert store.match(other, PROMPTS[1]).blocks == 0
+            store_prompt(store, other, PROMPTS[1])
+            store.flush()
+            assert verified_blocks(store, other, PROMPTS[1]) == 40
+            store.clear(other)
+        assert verified_blocks(store, NAMESPACE, PROMPTS[0]) == 40
+        assert store.stats().namespaces == 2
+
+
+def test_a_lease_outlives_its_namespace() -> None:
+    settings = StoreSettings(namespaces_max=1)
+    with open_store(host_bytes=HOST_BYTES, settings=settings) as store:
+        store_prompt(store, NAMESPACE, PROMPTS[0])
+        lease = store.lease(store.match(NAMESPACE, PROMPTS[0]))
+        store.clear(NAMESPACE)
+        store.match(Namespace(model="other", revision="r", layout=LAYOUT), PROMPTS[0])
+        store_prompt(store, NAMESPACE, PROMPTS[1])
+        rows = np.zeros((40, LAYOUT.block_bytes), dtype=np.uint8)
+        assert lease.load_into(rows).blocks == 40
+        assert np.array_equal(rows, expected_rows(NAMESPACE, PROMPTS[0]))
+        lease.release()
+        store.clear(NAMESPACE)
+        assert store.stats().tiers["host"].used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"host_bytes": 0}, "host_bytes is 0"),
+        ({"host_bytes": True}, "host_bytes is True"),
+        ({"host_bytes": 1.5}, "host_bytes is 1.5"),
+        ({"host_bytes": 1 << 20, "disk_bytes": -1}, "disk_bytes is -1"),
+        ({"host_bytes": 1 << 20, "disk_bytes": 1 << 30}, "there is no path for it"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        open_store(**sizes)
+
+
+def test_a_path_alone_brings_a_disk_tier(tmp_path: Path) -> None:
+    with open_store(tmp_path, host_bytes=HOST_BYTES) as store:
+        assert store.stats().tiers["disk"].capacity_bytes == 10 << 30

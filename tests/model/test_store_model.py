@@ -195,7 +195,7 @@ class TightStoreMachine(StoreMachine):
     """A store in which almost nothing has room: blocks leave host memory, then the disk, all the time."""
 
     host_bytes = 48 * 1024
-    disk_bytes = 512 * 1024
+    disk_bytes = MIB
     stretch = 4
 
     def check_found(self, found: int, place: Place, tokens: list[int]) -> None:
