@@ -153,7 +153,7 @@ std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
     }
     if (block.staged()) --nodes_[node_id].staged;
     block.slot[index] = slots[i];
-    count += !block.leaves(index);
+    ++count;
     end = std::max(end, block.depth + 1);
     ++tier_blocks_[index];
     placed[i] = 1;

@@ -1,5 +1,5 @@
-// Threads match while one thread stores, evicts and drops: for ThreadSanitizer, and to check every answer. Prompt p of
-// the trunk t is known by its tokens alone, so each id that is still valid under the lock must have those tokens.
+// Threads match while one thread stores, evicts and drops: for ThreadSanitizer, and to check every answer. An id that is
+// still right under the lock must have the tokens that were looked up.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
