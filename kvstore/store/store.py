@@ -146,12 +146,12 @@ class Store:
         self._check_open()
         space = self._index.space(namespace)
         with self._room.lock:
+            if self._disk is not None:
+                self._disk.clear(space.ns_id)
             with self._index.lock:
                 freed = space.clear()
                 self._index.accounting.evicted_blocks["clear"] += freed.blocks
                 unpinned = self._pins.remove_of(space)
-            if self._disk is not None:
-                self._disk.clear(space.ns_id)
             for item in (freed, *unpinned):
                 item.settle()
         return freed.blocks
@@ -193,7 +193,8 @@ class Store:
         blocks = 0
         problems: list[str] = []
         for space in spaces:
-            with self._index.lock:
+            # A copy to disk holds single blocks, which is fine but looks like a lease of no prefix.
+            with self._room.lock, self._index.lock:
                 blocks += space.tree.block_count
                 found = space.tree.check_integrity()
             problems += [f"namespace {space.ns_id.hex()}: {problem}" for problem in found]

@@ -11,7 +11,7 @@ import pytest
 
 import kvstore
 from kvstore.clock import SystemClock
-from kvstore.errors import ClosedError, ConfigError, NoSpaceError
+from kvstore.errors import ClosedError, ConfigError, NoSpaceError, StorageError
 from kvstore.radix.tree import RadixTree
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.store.space import Space
@@ -86,6 +86,21 @@ def test_what_cannot_be_read_is_a_miss_and_can_be_stored_anew(tmp_path: Path, da
         assert store_prompt(store, NAMESPACE, PROMPTS[0]).refused_blocks == 0
         assert verified_blocks(store, NAMESPACE, PROMPTS[0]) == 40
         assert store.stats().leases == 0
+
+
+def test_a_clear_that_cannot_be_made_durable_changes_nothing(tmp_path: Path) -> None:
+    io = FaultyIo()
+    with faulty_store(tmp_path, io) as store:
+        for prompt in PROMPTS[:6]:
+            store_prompt(store, NAMESPACE, prompt)
+        io.fail(IoCall.SYNC, errno.EIO, times=ALWAYS)
+        with pytest.raises(StorageError, match="cannot clear namespace"):
+            store.clear(NAMESPACE)
+        io.heal()
+        assert [verified_blocks(store, NAMESPACE, prompt) for prompt in PROMPTS[:6]] == [40] * 6
+        assert store.clear(NAMESPACE) == 240
+        assert store.stats().tiers["host"].used_bytes == 0
+        assert store.stats().tiers["disk"].blocks == 0
 
 
 def test_after_a_power_cut_every_block_is_right_or_absent(tmp_path: Path) -> None:
