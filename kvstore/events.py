@@ -24,7 +24,8 @@ class EventKind(enum.IntEnum):
 class Event:
     """Blocks of one root entered or left a tier, or a namespace was cleared.
 
-    `keys` are the 16-byte block keys in prefix order, `parent_key` the key before the first of them. `last_copy` is
+    Where blocks are new on this node, `keys` are their 16-byte keys in prefix order and `parent_key` is the key before
+    the first of them. Where they came from another tier, or left, there are only keys, in no order. `last_copy` is
     true for a removal after which the node holds the blocks nowhere. A CLEARED event has no keys.
     """
 

@@ -133,7 +133,7 @@ class StoreLease:
             with self._index.lock:
                 placed = space.tree.place(ids[: slots.size], Tier.HOST, slots)
                 keys = space.tree.keys(ids[: slots.size][placed])
-                space.announce(Tier.HOST, b"", b"", [pair[1].tobytes() for pair in keys])
+                space.announce(Tier.HOST, [pair[1].tobytes() for pair in keys])
         finally:
             if not placed.all():
                 space.host.free(slots[~placed])

@@ -126,7 +126,7 @@ class RoomMaker:
             written = space.disk.write(slots, identities, sources)
             with self._index.lock:
                 placed[written] = space.tree.place(ids[written], Tier.DISK, slots[written])
-                space.announce(Tier.DISK, b"", b"", [identities[i].key for i in np.flatnonzero(placed)])
+                space.announce(Tier.DISK, [identities[i].key for i in np.flatnonzero(placed)])
         finally:
             if not placed.all():
                 space.disk.free(slots[~placed])

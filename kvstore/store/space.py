@@ -33,7 +33,6 @@ class Freed:
 
     space: Space
     blocks: int
-    kept: int
     host: Slots
     disk: Slots
 
@@ -81,11 +80,11 @@ class Space:
         return self._root_key(PLAIN_ROOT if root is None else root)
 
     def find(self, root_key: bytes, prompt: TokenArray) -> Found:
-        """Match a prompt without the index lock, so that long lookups run side by side; `settle` it under the lock."""
+        """Match a prompt without the index lock, so that long lookups run side by side; `confirm` it under the lock."""
         removals = self.tree.removals
         return Found(root_key, prompt, self.tree.match(root_key, prompt), removals)
 
-    def settle(self, found: Found) -> BlockIds:
+    def confirm(self, found: Found) -> BlockIds:
         """Ids of a match that are right while the index lock is held: those found, or fresh ones if any block left."""
         if self.tree.removals == found.removals:
             return found.ids
@@ -140,8 +139,8 @@ class Space:
         """End one hold on each block."""
         return self._freed(self.tree.release(ids))
 
-    def announce(self, tier: Tier, root_key: bytes, parent_key: bytes, keys: Sequence[bytes]) -> None:
-        """Tell the event log that blocks entered a tier."""
+    def announce(self, tier: Tier, keys: Sequence[bytes], *, root_key: bytes = b"", parent_key: bytes = b"") -> None:
+        """Tell the event log that blocks entered a tier; root and parent where they are new on this node."""
         if keys:
             self._events.append(
                 EventKind.STORED, self.ns_id, root_key=root_key, tier=tier, parent_key=parent_key, keys=tuple(keys)
@@ -199,7 +198,7 @@ class Space:
             self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=names, last_copy=last_copy)
 
     def _freed(self, removed: Removed) -> Freed:
-        return Freed(self, removed.blocks, removed.kept, removed.slots(Tier.HOST), removed.slots(Tier.DISK))
+        return Freed(self, removed.blocks, removed.slots(Tier.HOST), removed.slots(Tier.DISK))
 
 
 def _paths(

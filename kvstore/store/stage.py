@@ -166,7 +166,8 @@ class StoreStage:
             self._index.accounting.stored_blocks += stored
             if stored:
                 first = self._present
-                space.announce(Tier.HOST, self._root_key, keys[first], keys[first + 1 : first + 1 + stored])
+                stored_keys = keys[first + 1 : first + 1 + stored]
+                space.announce(Tier.HOST, stored_keys, root_key=self._root_key, parent_key=keys[first])
             dropped = space.drop(self._path[self._present + count :])
             released = space.release(self._path)
         if not placed.all():

@@ -67,7 +67,7 @@ class Store:
         space, root_key, prompt = self._address(namespace, tokens, root)
         found = space.find(root_key, prompt)
         with self._index.lock:
-            ids = space.settle(found)
+            ids = space.confirm(found)
             runs = space.tier_runs(ids)
             accounting = self._index.accounting
             if touch and accounting.first_lookup(request_id):
@@ -84,7 +84,7 @@ class Store:
         with self._index.lock:
             if len(self._leases) >= self._settings.leases_max:
                 raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
-            ids = space.settle(found)[: match.blocks]
+            ids = space.confirm(found)[: match.blocks]
             space.tree.lease(ids)
             lease = StoreLease(self._index, space, ids, self._forget_lease)
             self._leases.add(lease)
@@ -118,7 +118,7 @@ class Store:
         self._end_overdue()
         found = space.find(root_key, prompt)
         with self._index.lock:
-            return self._pins.add(space, space.settle(found), ttl_seconds)
+            return self._pins.add(space, space.confirm(found), ttl_seconds)
 
     def unpin(self, pin_id: int) -> bool:
         """End a pin; see kvstore.api.KvStore."""

@@ -37,7 +37,7 @@ def test_ids_found_before_a_removal_are_not_used_after_it(store: Store) -> None:
     other_ids = space.tree.match(root_key, as_token_array(OTHER_PROMPT))
     assert set(found.ids.tolist()) & set(other_ids.tolist())
     with store._index.lock:
-        assert found.ids[:3].tolist() == space.settle(found).tolist()
+        assert found.ids[:3].tolist() == space.confirm(found).tolist()
 
 
 def test_a_lease_of_an_outdated_match_holds_the_blocks_of_its_prompt_alone(store: Store) -> None:
@@ -54,7 +54,7 @@ def test_what_others_add_meanwhile_leaves_a_match_as_it_was(store: Store) -> Non
     found = space.find(space.root_key(PLAIN_ROOT), as_token_array(PROMPT))
     store_prompt(store, BASE, [*PROMPT[:20], *OTHER_PROMPT])
     with store._index.lock:
-        assert space.settle(found) is found.ids
+        assert space.confirm(found) is found.ids
 
 
 def test_a_damaged_index_is_reported_by_namespace(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
