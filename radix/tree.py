@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvstore.types import BlockIds, Slots, TokenArray
 
 NO_SLOT = _native.NO_SLOT
+SLICE_BLOCKS = _native.SLICE_BLOCKS
+EDGE_BLOCKS = _native.EDGE_BLOCKS
 TIERS = (Tier.HOST, Tier.DISK)
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 
@@ -35,6 +37,11 @@ class Removed:
     def kept(self) -> int:
         """Blocks that `evict` was asked for and left where they are."""
         return self._native.kept
+
+    @property
+    def resume(self) -> tuple[int, int] | None:
+        """Where `drop_unheld` goes on; None where it is done."""
+        return self._native.resume
 
     @property
     def displaced_keys(self) -> NDArray[np.uint8]:
@@ -61,6 +68,11 @@ class RadixTree:
     or taken as a victim and not yet evicted. Removed while in use it becomes *detached*: unreachable, with its id,
     slots, keys and tokens as they were until its last user lets go.
 
+    The work of one call is bounded: a slice of SLICE_BLOCKS blocks, the blocks or ids that it was given, and
+    EDGE_BLOCKS for each node in which one of those ids lies. So what is dropped or cleared can be *condemned* at first:
+    out of reach as if it were detached (no match, no victim, no place), it waits for calls of `reap`, which return its
+    slots and keys.
+
     Callers lease, release and touch prefixes only, so holds and ticks never grow from the root towards a leaf.
 
     The caller's lock covers every call but `match` and `removals`, which may run beside all others. Ids of a match
@@ -72,12 +84,22 @@ class RadixTree:
 
     __slots__ = ("_native",)
 
-    def __init__(self, block_tokens: int, *, ns_key: bytes, hash_seed: int, hash_bits: int = 32) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        ns_key: bytes,
+        hash_seed: int,
+        hash_bits: int = 32,
+        slice_blocks: int = SLICE_BLOCKS,
+        edge_blocks: int = EDGE_BLOCKS,
+    ) -> None:
         """Block keys are made with the 16-byte `ns_key`; `hash_seed` is 64 random bits of this process.
 
-        Fewer `hash_bits` force hash collisions, for tests.
+        For tests, fewer `hash_bits` force hash collisions, fewer `slice_blocks` and `edge_blocks` more slices and
+        nodes.
         """
-        self._native = _native.RadixTree(block_tokens, ns_key, hash_seed, hash_bits)
+        self._native = _native.RadixTree(block_tokens, ns_key, hash_seed, hash_bits, slice_blocks, edge_blocks)
 
     @property
     def block_tokens(self) -> int:
@@ -86,12 +108,12 @@ class RadixTree:
 
     @property
     def block_count(self) -> int:
-        """Blocks in the tree, staged ones included, detached ones not."""
+        """Blocks in the tree, staged and condemned ones included, detached ones not."""
         return self._native.block_count
 
     @property
     def node_count(self) -> int:
-        """Runs of blocks without a branch; roots are not counted."""
+        """Runs of blocks without a branch, long ones in several nodes; roots are not counted."""
         return self._native.node_count
 
     @property
@@ -108,6 +130,16 @@ class RadixTree:
     def removals(self) -> int:
         """Grows whenever blocks leave the tree: equal before a `match` and now, its ids still name what it found."""
         return self._native.removals
+
+    @property
+    def condemned(self) -> bool:
+        """Whether blocks that were dropped wait for `reap`."""
+        return self._native.condemned
+
+    @property
+    def steps(self) -> int:
+        """Blocks that calls have visited, those of `match` and `check_integrity` aside: what tests bound."""
+        return self._native.steps
 
     def tier_blocks(self, tier: Tier) -> int:
         """Blocks in the tree that have a slot in `tier`."""
@@ -168,12 +200,15 @@ class RadixTree:
         """
         return self._native.take_victims(_index_of(tier), limit)
 
-    def take_range(self, tier: Tier, first_slot: int, slot_count: int) -> BlockIds:
-        """Take every unheld block whose slot in `tier` lies in the range, deepest first, whatever lies below it.
+    def take_range(
+        self, tier: Tier, first_slot: int, slot_count: int, first_id: int = 0
+    ) -> tuple[BlockIds, int | None]:
+        """Take unheld blocks whose slot in `tier` lies in the range, whatever lies below them, deepest first.
 
-        For emptying an extent. As with `take_victims`, `evict` must follow. O(all blocks).
+        For emptying an extent. As with `take_victims`, `evict` must follow. Looks at SLICE_BLOCKS blocks from id
+        `first_id` on; the second value is the id to go on with, None when all blocks were looked at.
         """
-        return self._native.take_range(_index_of(tier), first_slot, slot_count)
+        return self._native.take_range(_index_of(tier), first_slot, slot_count, first_id)
 
     def evict(self, ids: BlockIds, tier: Tier) -> Removed:
         """End the eviction of victims of `tier`.
@@ -188,22 +223,45 @@ class RadixTree:
         """Remove these blocks and all that lies below them, whoever holds them; blocks in use become detached."""
         return Removed(self._native.drop(ids))
 
-    def drop_unheld(self, root: bytes, tokens: TokenArray, from_block: int) -> Removed:
-        """Remove block `from_block` of this prompt and all that lies below it, except blocks that are held."""
-        return Removed(self._native.drop_unheld(root, tokens, from_block))
+    def drop_unheld(
+        self, root: bytes, tokens: TokenArray, from_block: int, resume: tuple[int, int] | None = None
+    ) -> Removed:
+        """Remove block `from_block` of this prompt and all that lies below it, except blocks that are held.
+
+        Call it again with the `resume` of what it returned until that is None. Where other calls removed blocks
+        meanwhile it begins anew, which drops nothing that it would not have dropped.
+        """
+        return Removed(self._native.drop_unheld(root, tokens, from_block, resume))
 
     def clear(self) -> Removed:
         """Remove all blocks of all roots; blocks in use become detached."""
         return Removed(self._native.clear())
 
-    def missing_in(self, tier: Tier, source_tier: Tier, limit: int) -> BlockIds:
-        """Up to `limit` blocks that are in `source_tier` and not in `tier`, each after its ancestors. O(all blocks)."""
-        return self._native.missing_in(_index_of(tier), _index_of(source_tier), limit)
+    def reap(self) -> Removed:
+        """Free a slice of what is condemned; blocks in use become detached.
+
+        A prompt that is staged again before its condemned blocks are reaped has their keys a second time, so callers
+        who publish keys reap first.
+        """
+        return Removed(self._native.reap())
+
+    def missing_in(self, tier: Tier, source_tier: Tier, first_id: int = 0) -> tuple[BlockIds, int | None]:
+        """Blocks that are in `source_tier` and not in `tier`, each after all such ancestors.
+
+        Looks at SLICE_BLOCKS blocks from id `first_id` on, and at the ancestors of those it found; the second value is
+        the id to go on with, None when all blocks were looked at. What is still missing may be named in each slice.
+        """
+        return self._native.missing_in(_index_of(tier), _index_of(source_tier), first_id)
+
+    def prepare_keys(self, ids: BlockIds) -> bool:
+        """Make a slice of the keys above these blocks, which `keys` and `evict` need; false where there are more."""
+        return self._native.prepare_keys(ids)
 
     def keys(self, ids: BlockIds) -> NDArray[np.uint8]:
         """Block keys, shape [ids, 2, 16]: the parent's and its own.
 
-        The key at the end of each edge is kept, so the cost is that of the edges concerned, not of the whole prefix.
+        The key at the end of each node is kept, and one for each 32 blocks of nodes whose keys were asked for. So the
+        cost is that of the blocks concerned, once the keys of their prefix were made: see `prepare_keys`.
         """
         return self._native.keys(ids)
 

@@ -110,6 +110,10 @@ class Node:
     def _settle(self, removed: Removed) -> None:
         self._host.free(removed.slots(Tier.HOST))
         self._disk.free(removed.slots(Tier.DISK))
+        while self._tree.condemned:
+            removed = self._tree.reap()
+            self._host.free(removed.slots(Tier.HOST))
+            self._disk.free(removed.slots(Tier.DISK))
 
 
 class _FreeSlots:

@@ -16,9 +16,10 @@ from kvstore.types import require_namespace
 if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.store.settings import StoreSettings
+    from kvstore.store.space import Freed
     from kvstore.tiers.disk import DiskTier
     from kvstore.tiers.host import HostTier
-    from kvstore.types import Namespace, Tier
+    from kvstore.types import BlockIds, Namespace, Tier
 
 _SECRET_BYTES = 32
 
@@ -26,8 +27,10 @@ _SECRET_BYTES = 32
 class Index:
     """Owner of the index lock and of everything it guards: every space's tree, the counters, the tick.
 
-    Lock order, outermost first: a lease's or stage's own lock, the room lock (room.py), `lock`. No I/O and no copy
-    of blocks happens under `lock`. `_opening` serialises the making of spaces and is taken before `lock`.
+    Lock order, outermost first: a lease's or stage's own lock, the room lock (room.py), a space's `removing`, `lock`.
+    No I/O and no copy of blocks happens under `lock`, and no more work at a time than a call's arguments ask for and
+    one slice of the tree (kvstore.radix.tree); `verify` alone takes longer. `_opening` serialises the making of spaces
+    and is taken before `lock`.
     """
 
     def __init__(self, settings: StoreSettings, host: HostTier, disk: DiskTier | None, clock: Clock) -> None:
@@ -71,6 +74,44 @@ class Index:
                 space = self._make_space(namespace)
                 self._spaces[namespace] = space
             return space
+
+    def settle(self, freed: Freed) -> None:
+        """Return slots to their pools, and free what the call that freed them left condemned. No lock may be held."""
+        freed.settle()
+        if freed.more:
+            self.drain(freed.space)
+
+    def drain(self, space: Space) -> None:
+        """Free what was cut off in a space, or wait for the thread that does."""
+        with space.removing:
+            reaped = self.reap_all(space)
+        for freed in reaped:
+            freed.settle_disk()
+
+    def reap_all(self, space: Space) -> list[Freed]:
+        """Free what was cut off, holding `lock` for a slice at a time; `space.removing` must be held.
+
+        The caller lets go of it and then returns the slots of the disk: others wait for it, and should not for I/O.
+        """
+        reaped: list[Freed] = []
+        while True:
+            with self.lock:
+                freed = space.reap() if space.tree.condemned else None
+            if freed is None:
+                return reaped
+            freed.settle_host()
+            reaped.append(freed)
+
+    def prepare_keys(self, space: Space, ids: BlockIds) -> None:
+        """Make the keys of blocks in use cheap to ask for. `lock` is held for a slice at a time."""
+        is_ready = False
+        while not is_ready:
+            with self.lock:
+                is_ready = space.tree.prepare_keys(ids)
+
+    def condemned_space(self) -> Space | None:
+        """A space in which something that was cut off holds its slots still; `lock` must be held."""
+        return next((space for space in self._spaces.values() if space.tree.condemned), None)
 
     def coldest_space(self, tier: Tier) -> Space | None:
         """The space whose next victim in `tier` was used longest ago; `lock` must be held."""

@@ -68,7 +68,7 @@ class StoreLease:
             self._open = False
         with self._index.lock:
             freed = self._space.release(self._ids)
-        freed.settle()
+        self._index.settle(freed)
         self._forget(self)
 
     def __enter__(self) -> Self:
@@ -102,6 +102,7 @@ class StoreLease:
 
     def _load_from_disk(self, ids: BlockIds, rows: NDArray[np.uint8], part: int | None) -> int:
         space = self._space
+        self._index.prepare_keys(space, ids)
         with self._index.lock:
             slots = space.tree.slots(ids, Tier.DISK)
             identities = space.identities(ids)
@@ -119,7 +120,7 @@ class StoreLease:
         with self._index.lock:
             freed = self._space.drop(ids)
             self._index.accounting.corrupt_blocks += ids.size
-        freed.settle()
+        self._index.settle(freed)
 
     def _promote(self, ids: BlockIds, rows: NDArray[np.uint8]) -> None:
         """Keep what was read from disk in host memory too, as far as there is free room."""

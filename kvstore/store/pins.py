@@ -23,7 +23,7 @@ class _Held:
 
 
 class PinTable:
-    """All pins of a store. Guarded by the index lock; methods that end pins return what to settle outside of it."""
+    """All pins of a store. Guarded by the index lock; `remove` returns what to settle outside of it."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -56,16 +56,14 @@ class PinTable:
         held = self._held.pop(pin_id, None)
         return None if held is None else held.space.release(held.ids)
 
-    def remove_expired(self) -> list[Freed]:
-        """End the pins whose time is over."""
+    def expired(self) -> list[int]:
+        """Ids of the pins whose time is over."""
         now = self._index.clock.monotonic()
-        over = [pin_id for pin_id, held in self._held.items() if held.expires_at is not None and held.expires_at <= now]
-        return [freed for pin_id in over if (freed := self.remove(pin_id)) is not None]
+        return [pin_id for pin_id, held in self._held.items() if held.expires_at is not None and held.expires_at <= now]
 
-    def remove_of(self, space: Space) -> list[Freed]:
-        """End all pins of one namespace."""
-        mine = [pin_id for pin_id, held in self._held.items() if held.space is space]
-        return [freed for pin_id in mine if (freed := self.remove(pin_id)) is not None]
+    def ids_of(self, space: Space) -> list[int]:
+        """Ids of all pins of one namespace."""
+        return [pin_id for pin_id, held in self._held.items() if held.space is space]
 
     def _pinned_bytes(self) -> int:
         return sum(int(held.ids.size) * held.space.layout.block_bytes for held in self._held.values())

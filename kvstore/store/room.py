@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvstore.store.index import Index
     from kvstore.store.space import Space
-    from kvstore.tiers.base import Pool
+    from kvstore.tiers.base import Pool, SlotRange
     from kvstore.types import BlockIds, Slots
 
 _BATCH_BYTES = 64 << 20
@@ -59,20 +59,24 @@ class RoomMaker:
         disk.flush()
 
     def _flush_space(self, space: Space) -> None:
-        with self._index.lock:
-            ids = space.tree.missing_in(Tier.DISK, Tier.HOST, space.tree.block_count)
-            space.tree.lease(ids)
-        try:
-            self._copy_to_disk(space, ids)
-        finally:
+        next_id: int | None = 0
+        has_room = True
+        while has_room and next_id is not None:
             with self._index.lock:
-                freed = space.release(ids)
-            freed.settle()
+                ids, next_id = space.tree.missing_in(Tier.DISK, Tier.HOST, next_id)
+                space.tree.lease(ids)
+            try:
+                self._index.prepare_keys(space, ids)
+                has_room = self._copy_to_disk(space, ids)
+            finally:
+                with self._index.lock:
+                    freed = space.release(ids)
+                self._index.settle(freed)
 
     def _free_host(self, space: Space, wanted: int) -> bool:
         """Let some blocks leave host memory; false if none could."""
         others = [other.host for other in self._index.spaces() if other is not space]
-        if _give_back_idle(others):
+        if _give_back_idle(others) or self._free_condemned():
             return True
         with self._index.lock:
             coldest = self._index.coldest_space(Tier.HOST)
@@ -82,6 +86,15 @@ class RoomMaker:
             return True
         return self._evict_host(space, wanted)
 
+    def _free_condemned(self) -> bool:
+        """Free what was dropped already in some space, before anything else has to leave; true if there was one."""
+        with self._index.lock:
+            condemned = self._index.condemned_space()
+        if condemned is None:
+            return False
+        self._index.drain(condemned)
+        return True
+
     def _evict_host(self, space: Space, wanted: int) -> bool:
         with self._index.lock:
             ids = space.tree.take_victims(Tier.HOST, min(wanted, _batch_blocks(space)))
@@ -90,6 +103,7 @@ class RoomMaker:
     def _leave_host(self, space: Space, ids: BlockIds) -> bool:
         """Copy taken victims to disk where host memory holds their only copy, then evict; true if a slot came free."""
         try:
+            self._index.prepare_keys(space, ids)
             if space.disk is not None:
                 with self._index.lock:
                     alone = ids[space.tree.slots(ids, Tier.DISK) == NO_SLOT]
@@ -98,11 +112,14 @@ class RoomMaker:
             with self._index.lock:
                 freed = space.evict(ids, Tier.HOST)
                 self._index.accounting.evicted_blocks["host"] += freed.host.size
-            freed.settle()
+            self._index.settle(freed)
         return bool(freed.host.size)
 
-    def _copy_to_disk(self, space: Space, ids: BlockIds) -> None:
-        """Write blocks to disk, root to leaf, as many as find room. They are held or taken by the caller."""
+    def _copy_to_disk(self, space: Space, ids: BlockIds) -> bool:
+        """Write blocks to disk, root to leaf, as many as find room. They are held or taken by the caller.
+
+        False where there was no room for all of them.
+        """
         step = _batch_blocks(space)
         for start in range(0, ids.size, step):
             batch = ids[start : start + step]
@@ -112,7 +129,8 @@ class RoomMaker:
                 self._index.accounting.rejected_blocks["disk_full"] += batch.size - slots.size
                 self._index.accounting.rejected_blocks["disk_error"] += slots.size - written
             if slots.size < batch.size:
-                return
+                return False
+        return True
 
     def _write_batch(self, space: Space, ids: BlockIds, slots: Slots) -> int:
         if space.disk is None or not ids.size:
@@ -141,7 +159,7 @@ class RoomMaker:
     def _free_disk(self, space: Space, wanted: int) -> bool:
         """Let some blocks leave the disk; false if none could."""
         others = [other.disk for other in self._index.spaces() if other is not space and other.disk is not None]
-        if _give_back_idle(others) or self._drop_unclaimed():
+        if _give_back_idle(others) or self._free_condemned() or self._drop_unclaimed():
             return True
         with self._index.lock:
             coldest = self._index.coldest_space(Tier.DISK)
@@ -154,10 +172,13 @@ class RoomMaker:
         return self._leave_disk(space, ids)
 
     def _leave_disk(self, space: Space, ids: BlockIds) -> bool:
-        with self._index.lock:
-            freed = space.evict(ids, Tier.DISK)
-            self._index.accounting.evicted_blocks["disk"] += freed.disk.size
-        freed.settle()
+        try:
+            self._index.prepare_keys(space, ids)
+        finally:
+            with self._index.lock:
+                freed = space.evict(ids, Tier.DISK)
+                self._index.accounting.evicted_blocks["disk"] += freed.disk.size
+            self._index.settle(freed)
         return bool(freed.disk.size)
 
     def _drop_unclaimed(self) -> bool:
@@ -177,17 +198,27 @@ class RoomMaker:
         for slot_range in pool.ranges():
             if tries == _RECLAIM_TRIES:
                 break
-            with self._index.lock:
-                ids = space.tree.take_range(tier, slot_range.first, slot_range.count)
             # Where everything is held nothing is lost by looking on: pins may hold any number of extents for long.
-            tries += bool(ids.size)
+            tries += self._leave_range(space, tier, slot_range)
+            if pool.give_back(slot_range):
+                return True
+        return False
+
+    def _leave_range(self, space: Space, tier: Tier, slot_range: SlotRange) -> bool:
+        """Evict what is not held in a range of slots, a slice of the tree at a time; true if there was something."""
+        found = False
+        next_id: int | None = 0
+        while next_id is not None:
+            with self._index.lock:
+                ids, next_id = space.tree.take_range(tier, slot_range.first, slot_range.count, next_id)
+            if not ids.size:
+                continue
+            found = True
             if tier is Tier.HOST:
                 self._leave_host(space, ids)
             else:
                 self._leave_disk(space, ids)
-            if pool.give_back(slot_range):
-                return True
-        return False
+        return found
 
 
 def _give_back_idle(pools: Iterable[Pool]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,17 +30,29 @@ _ROOTS_REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Slots that left the index under its lock; `settle()` gives them back to their pools outside of it."""
+    """Slots that left the index under its lock; `settle()` gives them back to their pools outside of it.
+
+    With `more`, what this call cut off was too much for one hold of the lock: Index.settle frees the rest.
+    """
 
     space: Space
     blocks: int
     host: Slots
     disk: Slots
+    more: bool
 
     def settle(self) -> None:
         """Return the slots. Freeing disk slots does I/O, so no lock of the index may be held."""
+        self.settle_host()
+        self.settle_disk()
+
+    def settle_host(self) -> None:
+        """Return the slots of host memory alone; `settle_disk` must follow."""
         if self.host.size:
             self.space.host.free(self.host)
+
+    def settle_disk(self) -> None:
+        """Return the slots of the disk."""
         if self.disk.size and self.space.disk is not None:
             self.space.disk.free(self.disk)
 
@@ -58,7 +71,7 @@ class Space:
     """A namespace's radix tree, host pool and disk pool.
 
     Every method that reads or changes the tree is called with the index lock held, but for `find`; the pools have
-    locks of their own.
+    locks of their own. `removing` is held by the thread that frees, slice by slice, what was cut off from the tree.
     """
 
     def __init__(
@@ -66,12 +79,14 @@ class Space:
     ) -> None:
         self.ns_id = ns_id
         self.retired = False  # set under the index lock: nothing may be stored here any more
+        self.removing = threading.Lock()
         self.layout = layout
         self.host = host
         self.disk = disk
         self.tree = RadixTree(layout.block_tokens, hash_seed=secrets.randbits(64), ns_key=ns_key)
         self._ns_key = ns_key
         self._events = events
+        self._clearing = False  # what is condemned was cleared: the event that said so names no keys
         self._root_key = lru_cache(maxsize=_ROOTS_REMEMBERED)(lambda root: hashing.root_key(ns_key, root))
 
     def root_key(self, root: Root | None) -> bytes:
@@ -125,15 +140,23 @@ class Space:
         """Remove blocks and all below them whatever their holds; held ones give their slots back at the release."""
         return self._report(self.tree.drop(ids), None)
 
-    def drop_unheld(self, root_key: bytes, prompt: TokenArray, first: int) -> Freed:
-        """Remove what is not held of a prompt from block `first` on, with all below it."""
-        return self._report(self.tree.drop_unheld(root_key, prompt, first), None)
+    def drop_unheld(
+        self, root_key: bytes, prompt: TokenArray, first: int, resume: tuple[int, int] | None
+    ) -> tuple[Freed, tuple[int, int] | None]:
+        """Remove what is not held of a prompt from block `first` on, with all below it; with where to resume, if so."""
+        removed = self.tree.drop_unheld(root_key, prompt, first, resume)
+        return self._report(removed, None), removed.resume
 
     def clear(self) -> Freed:
         """Remove everything, as `drop` does."""
         removed = self.tree.clear()
         self._events.append(EventKind.CLEARED, self.ns_id)
+        self._clearing = True
         return self._freed(removed)
+
+    def reap(self) -> Freed:
+        """Free one more slice of what was cut off."""
+        return self._report(self.tree.reap(), None)
 
     def release(self, ids: BlockIds) -> Freed:
         """End one hold on each block."""
@@ -193,12 +216,15 @@ class Space:
     def _announce_removed(
         self, keys: np.ndarray[tuple[int, int], np.dtype[np.uint8]], tier: Tier | None, *, last_copy: bool
     ) -> None:
-        if len(keys):
+        if len(keys) and not self._clearing:
             names = tuple(row.tobytes() for row in keys)
             self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=names, last_copy=last_copy)
 
     def _freed(self, removed: Removed) -> Freed:
-        return Freed(self, removed.blocks, removed.slots(Tier.HOST), removed.slots(Tier.DISK))
+        is_condemned = self.tree.condemned
+        self._clearing = self._clearing and is_condemned
+        more = is_condemned and removed.blocks > 0
+        return Freed(self, removed.blocks, removed.slots(Tier.HOST), removed.slots(Tier.DISK), more)
 
 
 def _paths(

@@ -80,7 +80,7 @@ class StoreStage:
                 reason = "host_full" if self._path.size else "missing_prefix"
                 accounting.rejected_blocks[reason] += self._refused
             freed = self._space.drop(self._path[self._present + self._slots.size :])
-        freed.settle()
+        self._index.settle(freed)
 
     @property
     def from_block(self) -> int:
@@ -172,6 +172,6 @@ class StoreStage:
             released = space.release(self._path)
         if not placed.all():
             space.host.free(self._slots[~placed])
-        dropped.settle()
-        released.settle()
+        self._index.settle(dropped)
+        self._index.settle(released)
         return stored

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 from kvstore.clock import SystemClock
 from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN
 from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError, StorageError
+from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.pins import PinTable
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.events import EventPage
-    from kvstore.store.space import Space
+    from kvstore.store.space import Freed, Space
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
 
 logger = logging.getLogger(__name__)
 _PROBLEMS_MAX = 1000
+_IDLE_SLICES = 16
 
 
 class Store:
@@ -123,11 +125,7 @@ class Store:
     def unpin(self, pin_id: int) -> bool:
         """End a pin; see kvstore.api.KvStore."""
         self._check_open()
-        with self._index.lock:
-            freed = self._pins.remove(pin_id)
-        if freed is not None:
-            freed.settle()
-        return freed is not None
+        return self._end_pin(pin_id)
 
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
         """Drop a prefix from `from_block` on; see kvstore.api.KvStore."""
@@ -135,11 +133,14 @@ class Store:
             raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
         space, root_key, prompt = self._address(namespace, tokens, root)
         self._end_overdue()
+        with space.removing:
+            dropped = [*self._drop_unheld(space, root_key, prompt, from_block), *self._index.reap_all(space)]
+        for freed in dropped:
+            freed.settle_disk()
+        blocks = sum(freed.blocks for freed in dropped)
         with self._index.lock:
-            freed = space.drop_unheld(root_key, prompt, from_block)
-            self._index.accounting.evicted_blocks["request"] += freed.blocks
-        freed.settle()
-        return freed.blocks
+            self._index.accounting.evicted_blocks["request"] += blocks
+        return blocks
 
     def clear(self, namespace: Namespace) -> int:
         """Drop a namespace; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
@@ -148,13 +149,19 @@ class Store:
         with self._room.lock:
             if self._disk is not None:
                 self._disk.clear(space.ns_id)
-            with self._index.lock:
-                freed = space.clear()
-                self._index.accounting.evicted_blocks["clear"] += freed.blocks
-                unpinned = self._pins.remove_of(space)
-            for item in (freed, *unpinned):
-                item.settle()
-        return freed.blocks
+            with space.removing:
+                with self._index.lock:
+                    blocks = space.tree.block_count
+                    cleared = [space.clear()]
+                    self._index.accounting.evicted_blocks["clear"] += blocks
+                    pin_ids = self._pins.ids_of(space)
+                cleared[0].settle_host()
+                cleared += self._index.reap_all(space)
+            for freed in cleared:
+                freed.settle_disk()
+        for pin_id in pin_ids:
+            self._end_pin(pin_id)
+        return blocks
 
     def stats(self) -> StoreStats:
         """Occupancy and counters since the start."""
@@ -261,14 +268,23 @@ class Store:
         stage = StoreStage(
             self._index, space, root_key=root_key, prompt=prompt, requested_from=from_block, forget=self._forget_stage
         )
-        with self._index.lock:
-            if len(self._stages) >= self._settings.stages_max:
-                raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
-            if space.retired:
-                raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
-            present, path = space.tree.stage(root_key, prompt, from_block, self._index.next_tick())
-            self._stages.add(stage)
-        return stage, present, path
+        while True:
+            with self._index.lock:
+                if not space.tree.condemned:
+                    return stage, *self._enter_stage(stage, space, root_key, prompt, from_block)
+            # Blocks that are being dropped must be said to be gone before the same ones can be stored again.
+            self._index.drain(space)
+
+    def _enter_stage(
+        self, stage: StoreStage, space: Space, root_key: bytes, prompt: TokenArray, from_block: int
+    ) -> tuple[int, BlockIds]:
+        if len(self._stages) >= self._settings.stages_max:
+            raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
+        if space.retired:
+            raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
+        present, path = space.tree.stage(root_key, prompt, from_block, self._index.next_tick())
+        self._stages.add(stage)
+        return present, path
 
     def _end_overdue(self) -> None:
         """End leases, stages and pins whose time is over, so that a forgotten one cannot hold memory for ever."""
@@ -278,9 +294,32 @@ class Store:
         for stage in [stage for stage in list(self._stages) if stage.expires_at <= now]:
             stage.abort()
         with self._index.lock:
-            expired = self._pins.remove_expired()
-        for freed in expired:
-            freed.settle()
+            expired = self._pins.expired()
+        for pin_id in expired:
+            self._end_pin(pin_id)
+
+    def _end_pin(self, pin_id: int) -> bool:
+        """End one pin; false if there is none of that id."""
+        with self._index.lock:
+            freed = self._pins.remove(pin_id)
+        if freed is not None:
+            self._index.settle(freed)
+        return freed is not None
+
+    def _drop_unheld(self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int) -> list[Freed]:
+        """Cut off what a prompt has below a block but for what is held, a slice at a time; as Index.reap_all."""
+        dropped: list[Freed] = []
+        idle = 0  # slices that found held blocks alone; more than the whole tree has mean that others keep changing it
+        resume: tuple[int, int] | None = None
+        while True:
+            with self._index.lock:
+                freed, resume = space.drop_unheld(root_key, prompt, from_block, resume)
+                idle_max = space.tree.block_count // SLICE_BLOCKS + _IDLE_SLICES
+            freed.settle_host()
+            dropped.append(freed)
+            idle += not freed.blocks
+            if resume is None or idle > idle_max:
+                return dropped
 
     def _forget_lease(self, lease: StoreLease) -> None:
         with self._index.lock:

@@ -2,6 +2,9 @@
 
 Every answer of `kvstore.radix.tree.RadixTree` is compared with it. Ids differ between the two and are never reused
 here. Where the contract leaves an order open, the model gives one and the comparison ignores it.
+
+Nothing is ever condemned here: what the tree takes out in slices goes at once. So what several calls removed is
+compared when the tree has nothing left to reap. Users of blocks notice nothing else: condemned ones are like detached.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ class ModelTree:
 
     @property
     def node_count(self) -> int:
-        """A run begins below a root and below every branch."""
+        """A run begins below a root and below every branch; here it is one node, however long."""
         children = Counter(_parent(path) for path in self._ids)
         return sum(1 for path in self._ids if len(path[1]) == 1 or children[_parent(path)] > 1)
 

@@ -15,11 +15,9 @@ class RadixTree::Audit {
 
   std::vector<std::string> Run() {
     for (const auto& [key, node_id] : tree_.roots_) CheckRoot(key, node_id);
-    while (!stack_.empty()) {
-      const Visit visit = stack_.back();
-      stack_.pop_back();
-      CheckNode(visit);
-    }
+    CheckNodes();
+    CheckCondemned();
+    CheckNodes();
     CheckDetached();
     CheckSlots();
     CheckTotals();
@@ -43,13 +41,43 @@ class RadixTree::Audit {
     if (++problem_count_ <= kProblemsMax) problems_.push_back(std::string(what) + " (" + std::to_string(id) + ")");
   }
 
+  void CheckNodes() {
+    while (!stack_.empty()) {
+      const Visit visit = stack_.back();
+      stack_.pop_back();
+      CheckNode(visit);
+    }
+  }
+
   void CheckRoot(const Key128& key, uint32_t node_id) {
-    const Node& node = tree_.nodes_[node_id];
-    Expect(node.parent == kNone && node.ids.empty(), "a root has a parent or blocks", node_id);
-    Expect(node.has_end_key && KeyEqual{}(node.end_key, key), "a root has another key", node_id);
-    Expect(node.child_count > 0, "a root is empty", node_id);
+    const Node* node = tree_.nodes_.Find(node_id);
+    Expect(node != nullptr, "a root is no node", node_id);
+    if (node == nullptr) return;
+    Expect(node->parent == kNone && node->ids.empty(), "a root has a parent or blocks", node_id);
+    Expect(node->has_end_key && KeyEqual{}(node->end_key, key), "a root has another key", node_id);
+    Expect(node->child_count > 0, "a root is empty", node_id);
     ++nodes_seen_;
+    edge_bytes_ += node->edge_bytes();
     CheckChildren(node_id, key);
+  }
+
+  // What waits to be reaped is as sound as the rest, but that nobody need hold its staged blocks, and that its nodes
+  // need not be among the victims.
+  void CheckCondemned() {
+    is_condemned_ = true;
+    for (const RootMap& roots : tree_.cleared_) {
+      Expect(!roots.empty(), "a cleared map of roots is empty", 0);
+      for (const auto& [key, node_id] : roots) CheckCondemnedRoot(key, node_id);
+    }
+    for (const auto& [node_id, root] : tree_.condemned_) {
+      const Node* node = tree_.nodes_.Find(node_id);
+      CheckCondemnedRoot(node == nullptr ? root : node->end_key, node_id);
+    }
+  }
+
+  void CheckCondemnedRoot(const Key128& key, uint32_t node_id) {
+    CheckRoot(key, node_id);
+    for (const auto& [root, live_id] : tree_.roots_) Expect(live_id != node_id, "a live root is condemned", node_id);
   }
 
   void CheckNode(const Visit& visit) {
@@ -60,13 +88,19 @@ class RadixTree::Audit {
     if (!has_shape) return;
     Expect(node.parent == visit.parent, "a child has another parent", visit.node);
     Expect(node.depth == parent.end(), "a node does not begin where its parent ends", visit.node);
-    Expect(node.child_count != 1, "a node was not merged with its only child", visit.node);
+    Expect(node.block_count() <= tree_.limits_.edge_blocks, "a node has too many blocks", visit.node);
+    Expect(!FitsOnlyChild(node), "a node was not merged with its only child", visit.node);
     Expect(tree_.FindChild(visit.parent, node.tokens.data()) == visit.node, "the table misses a node", visit.node);
     if (!parent.ids.empty()) CheckOrder(parent.ids.back(), node.ids.front());
     CheckBlocks(visit.node);
     CheckChildren(visit.node, CheckEndKey(visit.node, visit.key_before));
     for (int tier = 0; tier < kTierCount; ++tier) CheckVictim(visit.node, tier);
-    edge_bytes_ += (node.tokens.capacity() + node.ids.capacity()) * sizeof(uint32_t);
+    edge_bytes_ += node.edge_bytes();
+  }
+
+  bool FitsOnlyChild(const Node& node) const {
+    const Node* child = node.child_count == 1 ? tree_.nodes_.Find(node.first_child) : nullptr;
+    return child != nullptr && node.block_count() + child->block_count() <= tree_.limits_.edge_blocks;
   }
 
   void CheckBlocks(uint32_t node_id) {
@@ -80,7 +114,7 @@ class RadixTree::Audit {
       if (block == nullptr) continue;
       Expect(block->state == BlockState::kAttached && block->node == node_id, "a block is not of its node", id);
       Expect(block->depth == node.depth + at, "a block has the wrong depth", id);
-      Expect(!block->staged() || block->holds > 0, "a staged block is held by nobody", id);
+      Expect(!block->staged() || block->holds > 0 || is_condemned_, "a staged block is held by nobody", id);
       if (at > 0) CheckOrder(node.ids[at - 1], id);
       staged += block->staged();
       for (int tier = 0; tier < kTierCount; ++tier) {
@@ -100,7 +134,15 @@ class RadixTree::Audit {
   // Returns the key of the node's last block, made from scratch.
   Key128 CheckEndKey(uint32_t node_id, const Key128& key_before) {
     const Node& node = tree_.nodes_[node_id];
-    const Key128 key = tree_.ChainThrough(node, 0, node.block_count(), key_before);
+    Expect(node.mark_count() <= node.block_count() / kMarkBlocks, "keys are kept of no blocks", node_id);
+    Key128 key = key_before;
+    uint32_t end = 0;
+    for (uint32_t mark = 0; end + kMarkBlocks <= node.block_count() && mark < node.mark_count(); ++mark) {
+      key = tree_.ChainThrough(node, end, end + kMarkBlocks, key);
+      end += kMarkBlocks;
+      Expect(KeyEqual{}(key, (*node.marks)[mark]), "a key kept within an edge is wrong", node_id);
+    }
+    key = tree_.ChainThrough(node, end, node.block_count(), key);
     Expect(!node.has_end_key || KeyEqual{}(key, node.end_key), "a kept key is wrong", node_id);
     return key;
   }
@@ -150,7 +192,7 @@ class RadixTree::Audit {
       if (block != nullptr && block->resident(tier)) last = block;
     }
     if (last == nullptr || last->holds > 0) return;
-    Expect(rank != nullptr, "a victim is not among the victims", node_id);
+    Expect(rank != nullptr || is_condemned_, "a victim is not among the victims", node_id);
     if (rank == nullptr) return;
     Expect(!(VictimRank{last->tick, last->slot[tier]} < *rank), "a victim is ranked too hot", node_id);
   }
@@ -198,6 +240,7 @@ class RadixTree::Audit {
   std::vector<std::string> problems_;
   size_t problem_count_ = 0;
   std::vector<Visit> stack_;
+  bool is_condemned_ = false;
   uint32_t nodes_seen_ = 0;
   uint32_t attached_seen_ = 0;
   uint32_t victims_seen_[kTierCount] = {0, 0};
@@ -205,6 +248,11 @@ class RadixTree::Audit {
   size_t edge_bytes_ = 0;
 };
 
-std::vector<std::string> RadixTree::CheckIntegrity() const { return Audit(*this).Run(); }
+std::vector<std::string> RadixTree::CheckIntegrity() const {
+  const uint64_t steps = steps_;
+  std::vector<std::string> problems = Audit(*this).Run();
+  steps_ = steps;
+  return problems;
+}
 
 }  // namespace kvstore

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -87,6 +88,11 @@ nb::object IdsToNumpy(kvstore::Ids ids) {
   return ToNumpy<uint32_t>(std::move(ids), {count});
 }
 
+nb::object SliceToPython(kvstore::Slice slice) {
+  const std::optional<uint32_t> next = slice.next == kvstore::kNone ? std::nullopt : std::optional(slice.next);
+  return nb::make_tuple(IdsToNumpy(std::move(slice.ids)), next);
+}
+
 nb::object KeysToNumpy(std::vector<Key128> keys) {
   const size_t count = keys.size();
   return ToNumpy<uint8_t>(std::move(keys), {count, sizeof(Key128)});
@@ -95,16 +101,21 @@ nb::object KeysToNumpy(std::vector<Key128> keys) {
 void BindTree(nb::module_& module) {
   nb::class_<RadixTree>(module, "RadixTree")
       .def("__init__",
-           [](RadixTree* tree, uint32_t block_tokens, const nb::bytes& ns_key, uint64_t hash_seed, uint32_t hash_bits) {
-             new (tree) RadixTree(block_tokens, AsKey(ns_key, "ns_key must be 16 bytes"), hash_seed, hash_bits);
+           [](RadixTree* tree, uint32_t block_tokens, const nb::bytes& ns_key, uint64_t hash_seed, uint32_t hash_bits,
+              uint32_t slice_blocks, uint32_t edge_blocks) {
+             const Key128 key = AsKey(ns_key, "ns_key must be 16 bytes");
+             new (tree) RadixTree(block_tokens, key, hash_seed, hash_bits, kvstore::Limits{slice_blocks, edge_blocks});
            },
-           "block_tokens"_a, "ns_key"_a, "hash_seed"_a, "hash_bits"_a = 32)
+           "block_tokens"_a, "ns_key"_a, "hash_seed"_a, "hash_bits"_a = 32,
+           "slice_blocks"_a = kvstore::Limits().slice_blocks, "edge_blocks"_a = kvstore::Limits().edge_blocks)
       .def_prop_ro("block_tokens", &RadixTree::block_tokens)
       .def_prop_ro("block_count", &RadixTree::block_count)
       .def_prop_ro("node_count", &RadixTree::node_count)
       .def_prop_ro("root_count", &RadixTree::root_count)
       .def_prop_ro("memory_bytes", &RadixTree::memory_bytes)
       .def_prop_ro("removals", &RadixTree::removals)
+      .def_prop_ro("condemned", &RadixTree::condemned)
+      .def_prop_ro("steps", &RadixTree::steps)
       .def("tier_blocks", &RadixTree::tier_blocks, "tier"_a)
       .def("match",
            [](const RadixTree& tree, const nb::bytes& root, const InputArray& tokens) {
@@ -139,30 +150,42 @@ void BindTree(nb::module_& module) {
            [](RadixTree& tree, int64_t tier, int64_t limit) { return IdsToNumpy(tree.TakeVictims(tier, limit)); },
            "tier"_a, "limit"_a)
       .def("take_range",
-           [](RadixTree& tree, int64_t tier, int64_t first_slot, int64_t slot_count) {
-             const auto take = [&] { return tree.TakeRange(tier, first_slot, slot_count); };
-             return IdsToNumpy(WithoutGilIfLong(tree.block_count(), take));
+           [](RadixTree& tree, int64_t tier, int64_t first_slot, int64_t slot_count, int64_t first_id) {
+             return SliceToPython(tree.TakeRange(tier, first_slot, slot_count, first_id));
            },
-           "tier"_a, "first_slot"_a, "slot_count"_a)
+           "tier"_a, "first_slot"_a, "slot_count"_a, "first_id"_a)
       .def("evict",
            [](RadixTree& tree, const InputArray& ids, int64_t tier) {
              const size_t token_count = ids.size() * tree.block_tokens();
              return WithoutGilIfLong(token_count, [&] { return tree.Evict(View(ids), tier); });
            },
            "ids"_a.noconvert(), "tier"_a)
-      .def("drop", [](RadixTree& tree, const InputArray& ids) { return tree.Drop(View(ids)); }, "ids"_a.noconvert())
+      .def("drop",
+           [](RadixTree& tree, const InputArray& ids) {
+             std::optional<nb::gil_scoped_release> release;
+             if (ids.size() > 0) release.emplace();
+             return tree.Drop(View(ids));
+           },
+           "ids"_a.noconvert())
       .def("drop_unheld",
-           [](RadixTree& tree, const nb::bytes& root, const InputArray& tokens, int64_t from_block) {
-             return tree.DropUnheld(AsRoot(root), View(tokens), from_block);
+           [](RadixTree& tree, const nb::bytes& root, const InputArray& tokens, int64_t from_block,
+              std::optional<std::pair<uint32_t, uint64_t>> resume) {
+             const Key128 key = AsRoot(root);
+             std::optional<kvstore::Resume> from;
+             if (resume) from = kvstore::Resume{resume->first, resume->second};
+             const nb::gil_scoped_release release;
+             return tree.DropUnheld(key, View(tokens), from_block, from);
            },
-           "root"_a, "tokens"_a.noconvert(), "from_block"_a)
+           "root"_a, "tokens"_a.noconvert(), "from_block"_a, "resume"_a.none())
       .def("clear", &RadixTree::Clear, nb::call_guard<nb::gil_scoped_release>())
+      .def("reap", &RadixTree::Reap, nb::call_guard<nb::gil_scoped_release>())
       .def("missing_in",
-           [](const RadixTree& tree, int64_t tier, int64_t source_tier, int64_t limit) {
-             const auto scan = [&] { return tree.MissingIn(tier, source_tier, limit); };
-             return IdsToNumpy(WithoutGilIfLong(tree.block_count(), scan));
+           [](const RadixTree& tree, int64_t tier, int64_t source_tier, int64_t first_id) {
+             return SliceToPython(tree.MissingIn(tier, source_tier, first_id));
            },
-           "tier"_a, "source_tier"_a, "limit"_a)
+           "tier"_a, "source_tier"_a, "first_id"_a)
+      .def("prepare_keys", [](RadixTree& tree, const InputArray& ids) { return tree.PrepareKeys(View(ids)); },
+           "ids"_a.noconvert())
       .def("keys",
            [](RadixTree& tree, const InputArray& ids) {
              const size_t token_count = ids.size() * tree.block_tokens();
@@ -189,9 +212,16 @@ void BindTree(nb::module_& module) {
 NB_MODULE(_native, module) {
   module.attr("NO_SLOT") = kvstore::kNoSlot;
   module.attr("TIER_COUNT") = kvstore::kTierCount;
+  module.attr("SLICE_BLOCKS") = kvstore::Limits().slice_blocks;
+  module.attr("EDGE_BLOCKS") = kvstore::Limits().edge_blocks;
   nb::class_<Removed>(module, "Removed")
       .def_ro("blocks", &Removed::blocks)
       .def_ro("kept", &Removed::kept)
+      .def_prop_ro("resume",
+                   [](const Removed& removed) -> std::optional<std::pair<uint32_t, uint64_t>> {
+                     if (!removed.resume) return std::nullopt;
+                     return std::pair(removed.resume->block, removed.resume->removals);
+                   })
       .def_prop_ro("displaced_keys", [](const Removed& removed) { return KeysToNumpy(removed.displaced_keys); })
       .def_prop_ro("dropped_keys", [](const Removed& removed) { return KeysToNumpy(removed.dropped_keys); })
       .def("slots",

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "pool.h"
@@ -43,11 +44,14 @@ struct Block {
 };
 static_assert(sizeof(Block) == 24, "the budget of memory per block counts on it");
 
+constexpr uint32_t kMarkBlocks = 32;  // so that no key within an edge is farther than that from a kept one
+
 // A run of blocks. A root has no blocks and no parent. The children differ in their first block.
 struct Node {
   std::vector<uint32_t> tokens;  // (blocks, block_tokens), contiguous
   std::vector<uint32_t> ids;     // (blocks)
   Key128 end_key{};              // key of the last block; of a root, the root key. Valid where has_end_key.
+  std::unique_ptr<std::vector<Key128>> marks;  // keys of the blocks 31, 63, ... of this node, as far as they were needed
   uint32_t parent = kNone;
   uint32_t first_child = kNone;
   uint32_t next_sibling = kNone;
@@ -65,6 +69,15 @@ struct Node {
   uint32_t block_count() const { return static_cast<uint32_t>(ids.size()); }
   uint32_t end() const { return depth + block_count(); }
   bool occupied(int tier) const { return resident[tier] > 0 || below[tier] > 0; }
+  uint32_t mark_count() const { return marks ? static_cast<uint32_t>(marks->size()) : 0; }
+  void KeepMarks(uint32_t blocks) {
+    if (marks && blocks < kMarkBlocks) marks.reset();
+    if (marks && blocks / kMarkBlocks < marks->size()) marks->resize(blocks / kMarkBlocks);
+  }
+  size_t edge_bytes() const {
+    const size_t values = (tokens.capacity() + ids.capacity()) * sizeof(uint32_t);
+    return values + (marks ? sizeof(*marks) + marks->capacity() * sizeof(Key128) : 0);
+  }
 };
 
 using BlockPool = Pool<Block, 10>;

@@ -72,6 +72,22 @@ class Pool {
     }
   }
 
+  // The same from the record `first` on, until visit() returns false; returns the id behind the last one visited, or
+  // kNone where there are no more.
+  template <typename Visit>
+  uint32_t VisitFrom(uint32_t first, Visit visit) const {
+    uint32_t offset = first & kMask;
+    for (size_t index = first >> kChunkBits; index < chunks_.size(); ++index, offset = 0) {
+      const Chunk& chunk = chunks_[index];
+      if (!chunk.items) continue;
+      for (; offset < chunk.fresh; ++offset) {
+        const uint32_t id = static_cast<uint32_t>(index << kChunkBits) | offset;
+        if (!visit(id, chunk.items[offset])) return id + 1;
+      }
+    }
+    return kNone;
+  }
+
   size_t bytes() const {
     return chunks_.capacity() * sizeof(Chunk) + open_.size() * kOpenEntryBytes + resident_chunks() * kChunkSize * sizeof(T);
   }

@@ -34,20 +34,25 @@ bool RadixTree::KeyEqual::operator()(const Key128& left, const Key128& right) co
   return std::memcmp(left.bytes, right.bytes, sizeof(left.bytes)) == 0;
 }
 
-RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits)
+RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits,
+                     Limits limits)
     : block_tokens_(block_tokens),
       ns_key_(ns_key),
       hash_seed_(hash_seed),
       tag_mask_(static_cast<uint32_t>((1ULL << std::min(hash_bits, 32u)) - 1)),
+      limits_(limits),
       roots_(0, KeyHash{hash_seed}),
       heaps_{VictimHeap(&nodes_, 0), VictimHeap(&nodes_, 1)} {
   if (block_tokens == 0) throw std::invalid_argument("block_tokens is 0, expected at least 1");
   if (hash_bits > 32) throw std::invalid_argument("hash_bits is above 32");
+  if (limits.slice_blocks == 0 || limits.edge_blocks == 0) {
+    throw std::invalid_argument("slice_blocks or edge_blocks is 0, expected at least 1");
+  }
 }
 
 size_t RadixTree::memory_bytes() const {
   return sizeof(*this) + blocks_.bytes() + nodes_.bytes() + edge_bytes_ + children_.bytes() + heaps_[0].bytes() +
-         heaps_[1].bytes() + roots_.size() * kRootEntryBytes +
+         heaps_[1].bytes() + (root_count() + condemned_root_count()) * kRootEntryBytes +
          detached_.size() * (kDetachedEntryBytes + block_tokens_ * sizeof(uint32_t));
 }
 
@@ -86,6 +91,7 @@ void RadixTree::Lease(IdSpan ids) {
 Removed RadixTree::Release(IdSpan ids) {
   TakeHolds(ids);
   Removed removed;
+  const bool was_condemned = condemned();
   std::unique_lock lock(shape_mutex_, std::defer_lock);  // most releases change no shape
   uint32_t refreshed = kNone;
   for (uint32_t id : ids) {
@@ -96,13 +102,15 @@ Removed RadixTree::Release(IdSpan ids) {
     if (block->state == BlockState::kDetached) {
       if (!block->in_use()) FreeDetached(id, &removed);
     } else if (block->staged()) {
-      Cut(id, &removed);  // never committed, and nobody is left who might
+      if (!IsCondemned(block->node)) Cut(id, &removed);  // never committed, and nobody is left who might
       refreshed = kNone;
     } else if (block->node != refreshed) {
       refreshed = block->node;
       Refresh(refreshed);
     }
   }
+  if (!was_condemned) ReapSome(limits_.slice_blocks, &removed);
+  steps_ += ids.size;
   return removed;
 }
 
@@ -116,6 +124,7 @@ Staged RadixTree::Stage(const Key128& root, TokenSpan tokens, int64_t from_block
     staged.ids.insert(staged.ids.end(), ids.begin(), ids.begin() + cursor.taken);
   }
   staged.existing_blocks = cursor.depth;
+  steps_ += cursor.block_count;
   if (cursor.depth < from_block) {
     staged.ids.clear();
     return staged;
@@ -143,6 +152,7 @@ std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
   uint32_t node_id = kNone;
   uint32_t count = 0;
   uint32_t end = 0;
+  bool is_condemned = false;
   for (size_t i = 0; i < ids.size; ++i) {
     Block& block = blocks_[ids[i]];
     if (block.state != BlockState::kAttached || block.slot[index] != kNoSlot) continue;
@@ -150,7 +160,9 @@ std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
       if (count > 0) BecomeResident(node_id, index, count, end);
       node_id = block.node;
       count = end = 0;
+      is_condemned = IsCondemned(node_id);
     }
+    if (is_condemned) continue;
     if (block.staged()) --nodes_[node_id].staged;
     block.slot[index] = slots[i];
     ++count;
@@ -159,6 +171,7 @@ std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
     placed[i] = 1;
   }
   if (count > 0) BecomeResident(node_id, index, count, end);
+  steps_ += ids.size;
   return placed;
 }
 
@@ -178,24 +191,7 @@ Ids RadixTree::TakeVictims(int64_t tier, int64_t limit) {
     Take(id, index);
     victims.push_back(id);
   }
-  return victims;
-}
-
-Ids RadixTree::TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count) {
-  const int index = CheckTier(tier);
-  if (first_slot < 0 || slot_count < 0) throw std::invalid_argument("a range of slots is negative");
-  Ids victims;
-  blocks_.ForEach([&](uint32_t id, const Block& block) {
-    if (block.state != BlockState::kAttached || block.holds > 0 || !block.resident(index)) return;
-    const int64_t offset = static_cast<int64_t>(block.slot[index]) - first_slot;
-    if (offset >= 0 && offset < slot_count) victims.push_back(id);
-  });
-  std::sort(victims.begin(), victims.end(), [&](uint32_t left, uint32_t right) {
-    const Block& one = blocks_[left];
-    const Block& other = blocks_[right];
-    return one.depth != other.depth ? one.depth > other.depth : one.slot[index] < other.slot[index];
-  });
-  for (uint32_t id : victims) Take(id, index);
+  steps_ += victims.size();
   return victims;
 }
 
@@ -215,7 +211,8 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
     }
     block.leaving &= ~(1u << index);
     const bool is_attached = block.state == BlockState::kAttached;
-    if (is_attached && block.holds == 0 && block.slot[1 - index] != kNoSlot) {
+    const bool goes_anyway = is_attached && IsCondemned(block.node);
+    if (is_attached && !goes_anyway && block.holds == 0 && block.slot[1 - index] != kNoSlot) {
       removed.slots[index].push_back(std::exchange(block.slot[index], kNoSlot));
       --tier_blocks_[index];
       displaced.push_back(id);
@@ -225,7 +222,7 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
     if (block.holds > 0) {
       ++removed.kept;
     } else if (is_attached) {
-      last_copies.push_back(id);
+      if (!goes_anyway) last_copies.push_back(id);
     } else if (!block.in_use()) {
       FreeDetached(id, &removed);
     }
@@ -236,77 +233,20 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
   std::sort(last_copies.begin(), last_copies.end(),
             [&](uint32_t left, uint32_t right) { return blocks_[left].depth < blocks_[right].depth; });
   CutAll(last_copies, &removed);
+  steps_ += ids.size;
   return removed;
 }
 
-Removed RadixTree::Drop(IdSpan ids) {
+bool RadixTree::PrepareKeys(IdSpan ids) {
   CheckIds(ids);
-  Removed removed;
-  const std::unique_lock lock(shape_mutex_);
-  CutAll(Ids(ids.begin(), ids.end()), &removed);
-  return removed;
-}
-
-Removed RadixTree::DropUnheld(const Key128& root, TokenSpan tokens, int64_t from_block) {
-  if (from_block < 0) throw std::invalid_argument("from_block is negative");
-  Removed removed;
-  Cursor cursor = StartAt(FindRoot(root), tokens);
-  while (cursor.depth <= from_block && Descend(&cursor)) continue;
-  if (cursor.depth <= from_block) return removed;
-  // Holds never grow from the root down, so in each node the unheld blocks are a tail with an unheld subtree.
-  Ids cuts;
-  Ids stack;
-  const auto visit = [&](const Node& node, uint32_t from) {
-    const auto held = [this](uint32_t id) { return blocks_[id].holds > 0; };
-    const auto first_unheld = std::partition_point(node.ids.begin() + from, node.ids.end(), held);
-    if (first_unheld != node.ids.end()) {
-      cuts.push_back(*first_unheld);
-    } else {
-      PushChildren(node, &stack);
-    }
-  };
-  visit(nodes_[cursor.node], static_cast<uint32_t>(from_block) - nodes_[cursor.node].depth);
-  while (!stack.empty()) {
-    const uint32_t node_id = stack.back();
-    stack.pop_back();
-    visit(nodes_[node_id], 0);
+  const uint64_t steps_max = steps_ + limits_.slice_blocks;
+  uint32_t node_id = kNone;
+  for (uint32_t id : ids) {
+    if (blocks_[id].state != BlockState::kAttached || blocks_[id].node == node_id) continue;
+    node_id = blocks_[id].node;
+    if (!MakeEndKeys(nodes_[node_id].parent, steps_max)) return false;
   }
-  const std::unique_lock lock(shape_mutex_);
-  CutAll(cuts, &removed);
-  return removed;
-}
-
-Removed RadixTree::Clear() {
-  Removed removed;
-  const std::unique_lock lock(shape_mutex_);
-  removals_.fetch_add(1, std::memory_order_relaxed);
-  for (const auto& [key, root_node] : roots_) {
-    RemoveChildren(root_node, key, key, &removed);
-    FreeNode(root_node);
-  }
-  roots_.clear();
-  return removed;
-}
-
-Ids RadixTree::MissingIn(int64_t tier, int64_t source_tier, int64_t limit) const {
-  const int absent = CheckTier(tier);
-  const int present = CheckTier(source_tier);
-  const size_t limit_blocks = CheckLimit(limit);
-  Ids ids;
-  Ids stack;
-  for (const auto& [key, root_node] : roots_) stack.push_back(root_node);
-  while (!stack.empty() && ids.size() < limit_blocks) {
-    const Node& node = nodes_[stack.back()];
-    stack.pop_back();
-    for (uint32_t id : node.ids) {
-      const Block& block = blocks_[id];
-      if (block.slot[absent] == kNoSlot && block.slot[present] != kNoSlot && ids.size() < limit_blocks) {
-        ids.push_back(id);
-      }
-    }
-    PushChildren(node, &stack);
-  }
-  return ids;
+  return true;
 }
 
 std::vector<Key128> RadixTree::Keys(IdSpan ids) {
@@ -339,7 +279,7 @@ Key128 RadixTree::RootOf(uint32_t id) const {
   CheckIds(IdSpan{&id, 1});
   const Block& block = blocks_[id];
   if (block.state == BlockState::kDetached) return detached_.at(id).root;
-  return nodes_[RootNodeOf(block.node)].end_key;
+  return RootKeyOf(block.node);
 }
 
 // ---- arguments ----
@@ -356,6 +296,13 @@ void RadixTree::CheckTick(uint64_t tick) {
 size_t RadixTree::CheckLimit(int64_t limit) {
   if (limit < 0) throw std::invalid_argument("limit is negative");
   return static_cast<size_t>(limit);
+}
+
+uint32_t RadixTree::CheckFirstId(int64_t first_id) {
+  if (first_id < 0 || first_id > kNone) {
+    throw std::invalid_argument("first_id is " + std::to_string(first_id) + ", which is no block id");
+  }
+  return static_cast<uint32_t>(first_id);
 }
 
 const Block* RadixTree::FindUsed(uint32_t id) const {
@@ -476,10 +423,6 @@ uint32_t RadixTree::Tag(uint32_t parent, const uint32_t* first_block) const {
   return static_cast<uint32_t>(hash >> 32 ^ hash) & tag_mask_;
 }
 
-void RadixTree::PushChildren(const Node& node, Ids* stack) const {
-  for (uint32_t child = node.first_child; child != kNone; child = nodes_[child].next_sibling) stack->push_back(child);
-}
-
 // ---- keys ----
 
 uint32_t RadixTree::RootNodeOf(uint32_t node_id) const {
@@ -487,19 +430,53 @@ uint32_t RadixTree::RootNodeOf(uint32_t node_id) const {
   return node_id;
 }
 
+Key128 RadixTree::RootKeyOf(uint32_t node_id) const {
+  const uint32_t top = RootNodeOf(node_id);
+  const auto found = condemned_.find(top);
+  return found == condemned_.end() ? nodes_[top].end_key : found->second;
+}
+
 // The key of the node's last block, made from the nearest ancestor whose own is known, and kept.
 Key128 RadixTree::EndKeyOf(uint32_t node_id) {
+  MakeEndKeys(node_id, UINT64_MAX);
+  return nodes_[node_id].end_key;
+}
+
+// Makes the keys at the end of the node and of all above it, topmost first. False where the steps did not suffice.
+bool RadixTree::MakeEndKeys(uint32_t node_id, uint64_t steps_max) {
   Ids unknown;
   for (uint32_t at = node_id; !nodes_[at].has_end_key; at = nodes_[at].parent) unknown.push_back(at);
   for (auto at = unknown.rbegin(); at != unknown.rend(); ++at) {
+    if (steps_ >= steps_max) return false;
     Node& node = nodes_[*at];
     node.end_key = ChainThrough(node, 0, node.block_count(), nodes_[node.parent].end_key);
     node.has_end_key = true;
   }
-  return nodes_[node_id].end_key;
+  return true;
+}
+
+// The key of the node's block `count - 1`, or the one before the node where `count` is 0. Keeps marks on the way, so
+// that the next key hereabouts costs less than kMarkBlocks hashes.
+Key128 RadixTree::KeyAfter(uint32_t node_id, uint32_t count) {
+  Node& node = nodes_[node_id];
+  if (count == node.block_count() && node.has_end_key) return node.end_key;
+  uint32_t at = std::min(node.mark_count(), count / kMarkBlocks) * kMarkBlocks;
+  Key128 key = at > 0 ? (*node.marks)[at / kMarkBlocks - 1] : KeyBefore(node_id);
+  if (at + kMarkBlocks <= count) {
+    AccountEdge(node, -1);
+    if (!node.marks) node.marks = std::make_unique<std::vector<Key128>>();
+    for (; at + kMarkBlocks <= count; at += kMarkBlocks) {
+      key = ChainThrough(node, at, at + kMarkBlocks, key);
+      node.marks->push_back(key);
+    }
+    node.marks->shrink_to_fit();
+    AccountEdge(node, 1);
+  }
+  return ChainThrough(node, at, count, key);
 }
 
 Key128 RadixTree::ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key) const {
+  if (to > from) steps_ += to - from;
   for (uint32_t at = from; at < to; ++at) {
     key = BlockKey(ns_key_.bytes, key, node.tokens.data() + static_cast<size_t>(at) * block_tokens_, block_tokens_);
   }
@@ -525,12 +502,11 @@ void RadixTree::FillAttachedKeys(IdSpan ids, std::vector<Key128>* keys) {
     if (block.node != node_id) {
       node_id = block.node;
       done = 0;
-      key = KeyBefore(node_id);
     }
     const Node& node = nodes_[node_id];
     const uint32_t index = block.depth - node.depth;
     if (index >= done) {  // else it is the block of the row before, named twice
-      parent_key = ChainThrough(node, done, index, key);
+      parent_key = done == index && done > 0 ? key : KeyAfter(node_id, index);
       key = ChainThrough(node, index, index + 1, parent_key);
       done = index + 1;
     }

@@ -4,6 +4,10 @@
 //
 // Callers serialise all calls with one lock of theirs, but for Match and removals(), which need none: a call holds
 // `shape_mutex_` while it changes what Match reads.
+//
+// What one call does is bounded, in blocks visited: Limits::slice_blocks, plus what its arguments name (blocks of the
+// prompt, ids, and up to Limits::edge_blocks for each edge in which one of them lies). So a subtree that leaves is cut
+// off at once, which Match then cannot reach, and taken apart in slices: `condemned()` says that there is more to Reap.
 #pragma once
 
 #include <atomic>
@@ -38,6 +42,12 @@ struct Span {
 using IdSpan = Span<uint32_t>;
 using TokenSpan = Span<uint32_t>;
 
+// Where DropUnheld goes on: valid while `removals` is what it was.
+struct Resume {
+  uint32_t block;
+  uint64_t removals;
+};
+
 // What a call took out of the tree.
 struct Removed {
   uint32_t blocks = 0;                 // left the tree for good
@@ -45,6 +55,19 @@ struct Removed {
   Ids slots[kTierCount];               // to be freed
   std::vector<Key128> displaced_keys;  // left the tier that was asked for and stay in another
   std::vector<Key128> dropped_keys;    // committed blocks among `blocks`, ancestors first
+  std::optional<Resume> resume;        // DropUnheld alone: there is more to do
+};
+
+// Some of what was looked for, and the block id at which to go on looking; kNone where that was all.
+struct Slice {
+  Ids ids;
+  uint32_t next;
+};
+
+// Bounds of the work of one call; smaller ones are for tests.
+struct Limits {
+  uint32_t slice_blocks = 4096;  // visited in one go, 1 to 2 ms of removing
+  uint32_t edge_blocks = 1024;   // in one node: what splitting, merging and growing one copies
 };
 
 struct Staged {
@@ -55,15 +78,21 @@ struct Staged {
 class RadixTree {
  public:
   // `hash_bits` below 32 makes hash collisions likelier, for tests; they cost time and decide nothing.
-  RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits);
+  RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits, Limits limits = {});
   RadixTree(const RadixTree&) = delete;
   RadixTree& operator=(const RadixTree&) = delete;
 
   uint32_t block_tokens() const { return block_tokens_; }
   uint32_t block_count() const { return blocks_.used() - static_cast<uint32_t>(detached_.size()); }
-  uint32_t node_count() const { return nodes_.used() - root_count(); }
+  uint32_t node_count() const { return nodes_.used() - root_count() - condemned_root_count(); }
   uint32_t root_count() const { return static_cast<uint32_t>(roots_.size()); }
   size_t memory_bytes() const;
+
+  // Blocks visited by all calls so far, but for Match.
+  uint64_t steps() const { return steps_; }
+
+  // Whether blocks that left wait for Reap. The counts of blocks and nodes include them until then.
+  bool condemned() const { return !condemned_.empty() || !cleared_.empty(); }
 
   // Grows whenever blocks leave the tree. Where it is the same before a Match and under the callers' lock afterwards,
   // the ids of that Match are still those of the prompt.
@@ -83,14 +112,17 @@ class RadixTree {
 
   std::optional<uint64_t> ColdestTick(int64_t tier);
   Ids TakeVictims(int64_t tier, int64_t limit);
-  Ids TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count);
+  Slice TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count, int64_t first_id = 0);
   Removed Evict(IdSpan ids, int64_t tier);
 
   Removed Drop(IdSpan ids);
-  Removed DropUnheld(const Key128& root, TokenSpan tokens, int64_t from_block);
+  Removed DropUnheld(const Key128& root, TokenSpan tokens, int64_t from_block,
+                     std::optional<Resume> resume = std::nullopt);
   Removed Clear();
+  Removed Reap();
 
-  Ids MissingIn(int64_t tier, int64_t source_tier, int64_t limit) const;
+  Slice MissingIn(int64_t tier, int64_t source_tier, int64_t first_id = 0) const;
+  bool PrepareKeys(IdSpan ids);  // false where there is more to do before Keys and Evict need no keys of other edges
   std::vector<Key128> Keys(IdSpan ids);  // (parent key, own key) of each id
   Ids Tokens(IdSpan ids) const;
   Key128 RootOf(uint32_t id) const;
@@ -106,6 +138,8 @@ class RadixTree {
   struct KeyEqual {
     bool operator()(const Key128& left, const Key128& right) const;
   };
+
+  using RootMap = std::unordered_map<Key128, uint32_t, KeyHash, KeyEqual>;
 
   // What is left of a block that was removed while in use, so that its users can still verify its bytes.
   struct Identity {
@@ -128,6 +162,7 @@ class RadixTree {
   static int CheckTier(int64_t tier);
   static void CheckTick(uint64_t tick);
   static size_t CheckLimit(int64_t limit);
+  static uint32_t CheckFirstId(int64_t first_id);
   const Block* FindUsed(uint32_t id) const;
   void CheckIds(IdSpan ids) const;
   void AddHolds(IdSpan ids);
@@ -142,7 +177,6 @@ class RadixTree {
   uint32_t EqualBlocks(const Node& node, const uint32_t* tokens, uint32_t limit) const;
   uint32_t LeadingCommitted(const Node& node, uint32_t limit) const;
   uint32_t Tag(uint32_t parent, const uint32_t* first_block) const;
-  void PushChildren(const Node& node, Ids* stack) const;
 
   // Shape.
   uint32_t NewRoot(const Key128& root);
@@ -151,6 +185,7 @@ class RadixTree {
   void Append(uint32_t node_id, const uint32_t* tokens, uint32_t count, uint64_t tick);
   uint32_t Split(uint32_t node_id, uint32_t at);
   void MergeWithOnlyChild(uint32_t node_id);
+  void MergeIfFits(uint32_t node_id);
   void LinkChild(uint32_t parent_id, uint32_t child_id, const uint32_t* first_block);
   void UnlinkChild(uint32_t child_id);
   void ReplaceChild(uint32_t old_child, uint32_t new_child);
@@ -160,13 +195,25 @@ class RadixTree {
   // Leaving the tree.
   void CutAll(const Ids& ids, Removed* removed);
   void Cut(uint32_t block_id, Removed* removed);
-  void RemoveChildren(uint32_t node_id, const Key128& end_key, const Key128& root, Removed* removed);
+  void Uproot(uint32_t node_id, const Key128& key_before, const Key128& root, Removed* removed);
+  void Disown(uint32_t node_id);
+  void ReapSome(uint32_t block_count, Removed* removed);
+  bool CondemnClearedRoot();
+  bool IsCondemned(uint32_t node_id) const;
+  uint32_t condemned_root_count() const;
+  uint32_t DropBelow(uint32_t block_id, uint32_t from_block, Removed* removed);
+  bool LiesBelow(uint32_t block_id, uint32_t top_id) const;
+  uint32_t NextBeside(uint32_t node_id, uint32_t from_block) const;
   Key128 Describe(const Node& node, uint32_t from, Key128 key, const Key128& root, Removed* removed);
   void Truncate(uint32_t node_id, uint32_t count, Removed* removed);
   void Mend(uint32_t node_id);
   void Retire(uint32_t id, Removed* removed);
   void FreeDetached(uint32_t id, Removed* removed);
   void FreeBlock(uint32_t id, Removed* removed);
+
+  // Scanning.
+  void AddMissingPath(uint32_t id, int absent, int present, std::unordered_map<uint32_t, uint32_t>* done,
+                      Ids* ids) const;
 
   // Leaving a tier.
   void Take(uint32_t id, int tier);
@@ -180,7 +227,10 @@ class RadixTree {
 
   // Keys.
   uint32_t RootNodeOf(uint32_t node_id) const;
+  Key128 RootKeyOf(uint32_t node_id) const;
   Key128 EndKeyOf(uint32_t node_id);
+  bool MakeEndKeys(uint32_t node_id, uint64_t steps_max);
+  Key128 KeyAfter(uint32_t node_id, uint32_t count);
   Key128 KeyBefore(uint32_t node_id) { return EndKeyOf(nodes_[node_id].parent); }
   Key128 ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key) const;
   void FillAttachedKeys(IdSpan ids, std::vector<Key128>* keys);
@@ -192,14 +242,20 @@ class RadixTree {
   const Key128 ns_key_;
   const uint64_t hash_seed_;
   const uint32_t tag_mask_;
+  const Limits limits_;
   BlockPool blocks_;
   NodePool nodes_;
   ChildTable children_;
-  std::unordered_map<Key128, uint32_t, KeyHash, KeyEqual> roots_;
+  RootMap roots_;
+  // Roots that Match does not find: of each, what leaves the tree, and the key of the root that it belonged to. Else
+  // their trees are like all others, with victims, holds and keys, until ReapSome takes them apart from the top.
+  std::unordered_map<uint32_t, Key128> condemned_;
+  std::vector<RootMap> cleared_;  // the same, whole maps of roots that were not entered there yet
   VictimHeap heaps_[kTierCount];
   uint32_t tier_blocks_[kTierCount] = {0, 0};  // attached blocks with a slot in the tier
   std::unordered_map<uint32_t, Identity> detached_;
   size_t edge_bytes_ = 0;
+  mutable uint64_t steps_ = 0;
   std::atomic<uint64_t> removals_{0};
   mutable std::shared_mutex shape_mutex_;  // guards roots, nodes, children, the pools' chunks and slots against Match
 };

@@ -1,4 +1,4 @@
-// How the tree changes: inserting, splitting, merging, cutting, and who may leave a tier next.
+// How the tree changes: inserting, splitting, merging, and who may leave a tier next.
 #include <algorithm>
 #include <utility>
 
@@ -12,11 +12,6 @@ namespace {
 void ReserveFor(Ids* values, size_t added) {
   const size_t size = values->size();
   if (values->capacity() < size + added) values->reserve(size + std::max(added, size / 8));
-}
-
-void ShrinkTo(Ids* values, size_t size) {
-  values->resize(size);
-  if (values->capacity() > size + size / 8 + 64) values->shrink_to_fit();
 }
 
 void Prepend(const Ids& front, Ids* values) {
@@ -42,15 +37,31 @@ uint32_t RadixTree::NewRoot(const Key128& root) {
 // Adds the rest of the prompt behind the cursor as staged blocks with one hold each.
 // REQUIRES: some of the prompt is left, and no child of the node continues it.
 void RadixTree::Insert(const Cursor& cursor, uint64_t tick, Ids* ids) {
-  const uint32_t count = cursor.block_count - cursor.depth;
   const uint32_t* tokens = cursor.tokens + static_cast<size_t>(cursor.depth) * block_tokens_;
+  uint32_t left = cursor.block_count - cursor.depth;
+  uint32_t depth = cursor.depth;
+  const auto append = [&](uint32_t node_id) {
+    const uint32_t count = std::min(left, limits_.edge_blocks - nodes_[node_id].block_count());
+    Append(node_id, tokens, count, tick);
+    const Ids& edge = nodes_[node_id].ids;
+    ids->insert(ids->end(), edge.end() - count, edge.end());
+    tokens += static_cast<size_t>(count) * block_tokens_;
+    left -= count;
+    depth += count;
+  };
   uint32_t node_id = cursor.node;
-  if (cursor.taken < nodes_[node_id].block_count()) node_id = Split(node_id, cursor.taken);
-  const bool is_leaf = nodes_[node_id].parent != kNone && nodes_[node_id].child_count == 0;
-  if (!is_leaf) node_id = NewChild(node_id, tokens, cursor.depth);
-  Append(node_id, tokens, count, tick);
-  const Ids& edge = nodes_[node_id].ids;
-  ids->insert(ids->end(), edge.end() - count, edge.end());
+  if (cursor.taken < nodes_[node_id].block_count()) {
+    const uint32_t tail_id = node_id;
+    node_id = Split(tail_id, cursor.taken);
+    MergeIfFits(tail_id);
+    MergeIfFits(nodes_[node_id].parent);
+  } else if (nodes_[node_id].parent != kNone && nodes_[node_id].child_count == 0) {
+    append(node_id);
+  }
+  while (left > 0) {
+    node_id = NewChild(node_id, tokens, depth);
+    append(node_id);
+  }
 }
 
 // A child that holds no id yet, found by the block at `first_block`.
@@ -78,18 +89,19 @@ void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count,
     node.ids.push_back(id);
   }
   node.staged += count;
-  node.has_end_key = false;
+  if (count > 0) node.has_end_key = false;
   AccountEdge(node, 1);
 }
 
 // ---- splitting and merging ----
 
 // Makes the first `at` blocks of the node a parent of the rest, and returns that parent. The rest keeps the node, so
-// that its children need not be found anew. O(blocks of the node).
+// that its children need not be found anew. O(blocks of the node). The caller merges what fits.
 uint32_t RadixTree::Split(uint32_t node_id, uint32_t at) {
   const uint32_t head_id = nodes_.Allocate();
   Node& head = nodes_[head_id];
   Node& tail = nodes_[node_id];
+  steps_ += tail.block_count();
   AccountEdge(tail, -1);
   ReplaceChild(node_id, head_id);
   const size_t head_tokens = static_cast<size_t>(at) * block_tokens_;
@@ -97,6 +109,8 @@ uint32_t RadixTree::Split(uint32_t node_id, uint32_t at) {
   head.ids.assign(tail.ids.begin(), tail.ids.begin() + at);
   tail.tokens = Ids(tail.tokens.begin() + head_tokens, tail.tokens.end());
   tail.ids = Ids(tail.ids.begin() + at, tail.ids.end());
+  head.marks = std::move(tail.marks);
+  head.KeepMarks(at);
   head.depth = tail.depth;
   tail.depth += at;
   for (uint32_t id : head.ids) {
@@ -119,16 +133,27 @@ uint32_t RadixTree::Split(uint32_t node_id, uint32_t at) {
   return head_id;
 }
 
+// Keeps runs without a branch in as few nodes as the limit of an edge allows.
+void RadixTree::MergeIfFits(uint32_t node_id) {
+  const Node& node = nodes_[node_id];
+  if (node.parent == kNone || node.child_count != 1) return;
+  if (node.block_count() + nodes_[node.first_child].block_count() <= limits_.edge_blocks) MergeWithOnlyChild(node_id);
+}
+
 // The inverse of Split. REQUIRES: the node is no root and has one child.
 void RadixTree::MergeWithOnlyChild(uint32_t node_id) {
   const uint32_t child_id = nodes_[node_id].first_child;
   Node& head = nodes_[node_id];
   Node& tail = nodes_[child_id];
+  steps_ += head.block_count() + tail.block_count();
   UnlinkChild(child_id);
   ReplaceChild(node_id, child_id);
+  AccountEdge(head, -1);
   AccountEdge(tail, -1);
   Prepend(head.tokens, &tail.tokens);
   Prepend(head.ids, &tail.ids);
+  tail.marks = std::move(head.marks);
+  AccountEdge(head, 1);
   AccountEdge(tail, 1);
   tail.depth = head.depth;
   tail.staged += head.staged;
@@ -193,134 +218,8 @@ void RadixTree::FreeNode(uint32_t node_id) {
 }
 
 void RadixTree::AccountEdge(const Node& node, int sign) {
-  const size_t bytes = (node.tokens.capacity() + node.ids.capacity()) * sizeof(uint32_t);
+  const size_t bytes = node.edge_bytes();
   edge_bytes_ += sign > 0 ? bytes : 0 - bytes;
-}
-
-// ---- leaving the tree ----
-
-// Cuts what is still in the tree of `ids`.
-void RadixTree::CutAll(const Ids& ids, Removed* removed) {
-  for (uint32_t id : ids) {
-    const Block* block = FindUsed(id);
-    if (block != nullptr && block->state == BlockState::kAttached) Cut(id, removed);
-  }
-}
-
-// Removes an attached block and its subtree, then mends the shape above.
-void RadixTree::Cut(uint32_t block_id, Removed* removed) {
-  removals_.fetch_add(1, std::memory_order_relaxed);
-  const uint32_t node_id = blocks_[block_id].node;
-  Node& node = nodes_[node_id];
-  const uint32_t kept_count = blocks_[block_id].depth - node.depth;
-  const bool was_occupied[kTierCount] = {node.occupied(0), node.occupied(1)};
-  const Key128 root = nodes_[RootNodeOf(node_id)].end_key;
-  const Key128 key = ChainThrough(node, 0, kept_count, KeyBefore(node_id));
-  RemoveChildren(node_id, Describe(node, kept_count, key, root, removed), root, removed);
-  if (kept_count == 0) UnlinkChild(node_id);
-  Truncate(node_id, kept_count, removed);
-  for (int tier = 0; tier < kTierCount; ++tier) Propagate(node_id, tier, was_occupied[tier]);
-  if (kept_count > 0) {
-    node.end_key = key;
-    node.has_end_key = true;
-    Refresh(node_id);
-  } else {
-    const uint32_t parent = node.parent;
-    FreeNode(node_id);
-    Mend(parent);
-  }
-}
-
-// Removes all that lies below the node; what the node's ancestors count is left to the caller.
-void RadixTree::RemoveChildren(uint32_t node_id, const Key128& end_key, const Key128& root, Removed* removed) {
-  std::vector<std::pair<uint32_t, Key128>> stack;  // a node, and the key before it
-  const auto push_children = [&](const Node& node, const Key128& key) {
-    for (uint32_t at = node.first_child; at != kNone; at = nodes_[at].next_sibling) stack.emplace_back(at, key);
-  };
-  Node& top = nodes_[node_id];
-  push_children(top, end_key);
-  top.first_child = kNone;
-  top.child_count = 0;
-  for (uint32_t& count : top.below) count = 0;
-  while (!stack.empty()) {
-    const auto [child_id, key] = stack.back();
-    stack.pop_back();
-    const Node& child = nodes_[child_id];
-    push_children(child, Describe(child, 0, key, root, removed));
-    children_.Erase(Tag(child.parent, child.tokens.data()), child_id);
-    for (uint32_t id : child.ids) Retire(id, removed);
-    FreeNode(child_id);
-  }
-}
-
-// Names the blocks of the node from `from` on before they go: committed ones by their keys, for those who follow
-// events; ones in use by all that they are. `key` is the key before them; returns the one of the last.
-Key128 RadixTree::Describe(const Node& node, uint32_t from, Key128 key, const Key128& root, Removed* removed) {
-  for (uint32_t at = from; at < node.block_count(); ++at) {
-    const uint32_t id = node.ids[at];
-    const Block& block = blocks_[id];
-    const Key128 parent_key = key;
-    key = ChainThrough(node, at, at + 1, key);
-    if (!block.staged()) removed->dropped_keys.push_back(key);
-    if (block.in_use()) {
-      const auto tokens = node.tokens.begin() + static_cast<std::ptrdiff_t>(at) * block_tokens_;
-      detached_.emplace(id, Identity{root, parent_key, key, Ids(tokens, tokens + block_tokens_)});
-    }
-  }
-  return key;
-}
-
-// REQUIRES: the node has no children.
-void RadixTree::Truncate(uint32_t node_id, uint32_t count, Removed* removed) {
-  Node& node = nodes_[node_id];
-  for (uint32_t at = count; at < node.block_count(); ++at) {
-    const Block& block = blocks_[node.ids[at]];
-    node.staged -= block.staged();
-    for (int tier = 0; tier < kTierCount; ++tier) node.resident[tier] -= block.resident(tier);
-    Retire(node.ids[at], removed);
-  }
-  AccountEdge(node, -1);
-  ShrinkTo(&node.ids, count);
-  ShrinkTo(&node.tokens, static_cast<size_t>(count) * block_tokens_);
-  AccountEdge(node, 1);
-  for (uint32_t& end : node.resident_end) end = std::min(end, node.end());
-}
-
-// A node that lost a child: an empty root vanishes, a single child merges with its parent.
-void RadixTree::Mend(uint32_t node_id) {
-  const Node& node = nodes_[node_id];
-  if (node.parent != kNone) {
-    if (node.child_count == 1) MergeWithOnlyChild(node_id);
-  } else if (node.child_count == 0) {
-    roots_.erase(node.end_key);
-    FreeNode(node_id);
-  }
-}
-
-// Takes the block out of the counts of the tree. In use, it stays as a detached record until its last user lets go.
-// REQUIRES: it was described.
-void RadixTree::Retire(uint32_t id, Removed* removed) {
-  Block& block = blocks_[id];
-  ++removed->blocks;
-  for (int tier = 0; tier < kTierCount; ++tier) tier_blocks_[tier] -= block.slot[tier] != kNoSlot;
-  if (block.in_use()) {
-    block.state = BlockState::kDetached;
-    block.node = kNone;
-  } else {
-    FreeBlock(id, removed);
-  }
-}
-
-void RadixTree::FreeDetached(uint32_t id, Removed* removed) {
-  detached_.erase(id);
-  FreeBlock(id, removed);
-}
-
-void RadixTree::FreeBlock(uint32_t id, Removed* removed) {
-  for (int tier = 0; tier < kTierCount; ++tier) {
-    if (blocks_[id].slot[tier] != kNoSlot) removed->slots[tier].push_back(blocks_[id].slot[tier]);
-  }
-  blocks_.Free(id);
 }
 
 // ---- leaving a tier ----
@@ -366,6 +265,7 @@ void RadixTree::Propagate(uint32_t node_id, int tier, bool was_occupied) {
 uint32_t RadixTree::LastResident(Node* node, int tier) {
   uint32_t end = node->resident_end[tier];
   while (!blocks_[node->ids[end - node->depth - 1]].resident(tier)) --end;
+  steps_ += node->resident_end[tier] - end;
   node->resident_end[tier] = end;
   return node->ids[end - node->depth - 1];
 }
@@ -389,12 +289,20 @@ void RadixTree::RefreshTier(uint32_t node_id, int tier) {
   }
 }
 
-// The block that leaves the tier first, or kNone. Touching and leasing do not move entries, so a rank may be too low,
-// never too high: an entry is brought up to date when it comes to the top.
+// The block that leaves the tier first, or kNone: where there is none, or too many condemned ones are colder. Touching
+// and leasing do not move entries, so a rank may be too low, never too high: an entry is brought up to date when it comes
+// to the top.
 uint32_t RadixTree::ColdestVictim(int tier) {
   VictimHeap& heap = heaps_[tier];
-  while (!heap.empty()) {
+  uint32_t passed = 0;
+  while (!heap.empty() && passed < limits_.slice_blocks) {
     const uint32_t node_id = heap.top_node();
+    if (IsCondemned(node_id)) {
+      heap.Remove(node_id);
+      ++passed;
+      ++steps_;
+      continue;
+    }
     const uint32_t id = LastResident(&nodes_[node_id], tier);
     const Block& block = blocks_[id];
     const VictimRank rank{block.tick, block.slot[tier]};

@@ -1,22 +1,25 @@
 """The whole embedded store against a set of prefixes, over random steps, restarts included.
 
 With ample room every answer is known exactly. In a tight store blocks may leave at any time; then what is found must
-still be right, prefix-closed and no more than was stored, and nothing may leak.
+still be right, prefix-closed and no more than was stored, and nothing may leak. Both hold with slices of any size.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TypeAlias
+from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import kvstore
+from kvstore.radix.tree import RadixTree
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.types import KvLayout, Namespace, Root
 
@@ -213,8 +216,31 @@ class TightStoreMachine(StoreMachine):
         self.pins.append((pin.pin_id, place, tuple(prompt[: pin.blocks * BLOCK_TOKENS])))
 
 
+class SlicedStoreMachine(StoreMachine):
+    """A store whose trees do next to nothing in one hold of the lock."""
+
+    make_tree = functools.partial(RadixTree, slice_blocks=1, edge_blocks=2)
+
+    def __init__(self) -> None:
+        self.patch = mock.patch("kvstore.store.space.RadixTree", self.make_tree)
+        self.patch.start()
+        super().__init__()
+
+    def teardown(self) -> None:
+        self.patch.stop()
+        super().teardown()
+
+
+class TightSlicedStoreMachine(SlicedStoreMachine, TightStoreMachine):
+    """Both at once."""
+
+
 COMMON = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestStore = StoreMachine.TestCase
 TestStore.settings = COMMON
 TestTightStore = TightStoreMachine.TestCase
 TestTightStore.settings = COMMON
+TestSlicedStore = SlicedStoreMachine.TestCase
+TestSlicedStore.settings = settings(COMMON, max_examples=10)
+TestTightSlicedStore = TightSlicedStoreMachine.TestCase
+TestTightSlicedStore.settings = settings(COMMON, max_examples=10)

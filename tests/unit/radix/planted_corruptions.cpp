@@ -13,6 +13,8 @@ namespace kvstore {
 
 constexpr uint32_t kBlockTokens = 4;
 constexpr Key128 kRoot = {{1}};
+constexpr uint32_t kDoomedSlots = 1000;
+constexpr Key128 kClearedRoots[] = {{{2}}, {{3}}};
 
 IdSpan SpanOf(const Ids& ids) { return IdSpan{ids.data(), ids.size()}; }
 
@@ -23,14 +25,20 @@ Ids Prompt(uint32_t first_token, uint32_t blocks) {
 }
 
 // A tree of a trunk of four blocks and two branches of four, one of them with a staged block at its end, and a detached
-// block; the trunk's key is kept. And access to all of it.
+// block; the trunk's key is kept. Beside it a cleared root, and a condemned subtree of two branches of forty blocks, one of
+// them with its keys. And access to all of it.
 class Surgeon {
  public:
-  Surgeon() : tree(kBlockTokens, Key128{{7}}, 0x5EED, 32) {
+  Surgeon() : tree(kBlockTokens, Key128{{7}}, 0x5EED, 32, Limits{1, 512}) {
+    for (const Key128& root : kClearedRoots) Store(Prompt(0, 2), doomed_slot, 1, root);
+    tree.Clear();  // takes one of them apart
+    doomed = Store(Fork(7000, 40), doomed_slot, 1);
+    Store(Fork(8000, 40), doomed_slot, 1);
+    tree.Keys(IdSpan{&doomed.back(), 1});
+    tree.Drop(IdSpan{&doomed[2], 1});
+    dead = block(doomed[40]).node;
     left = Store(Prompt(0, 8), 0, 9);
-    Ids branch = Prompt(0, 4);
-    for (uint32_t token : Prompt(1000, 4)) branch.push_back(token);
-    right = Store(branch, 8, 5);
+    right = Store(Fork(1000, 4), 8, 5);
     gone = Store(Prompt(5000, 1), 100, 1);
     tree.Lease(SpanOf(gone));
     tree.Drop(SpanOf(gone));
@@ -55,6 +63,11 @@ class Surgeon {
   size_t& edge_bytes() { return tree.edge_bytes_; }
   void ForgetIdentity() { tree.detached_.erase(gone[0]); }
   void ForgetRoot() { tree.roots_.clear(); }
+  void ForgetCondemned() { tree.condemned_.clear(); }
+  void ForgetCleared() { tree.cleared_.clear(); }
+  void CondemnLiveRoot() { tree.condemned_.emplace(tree.roots_.begin()->second, kRoot); }
+  void CondemnNothing() { tree.condemned_.emplace(66'666'666, kRoot); }
+  Node& condemned_root() { return node(tree.condemned_.begin()->first); }
   void SplitForNothing() { tree.Split(leaf, 1); }
   uint32_t Tag(uint32_t node_id) { return tree.Tag(node(node_id).parent, node(node_id).tokens.data()); }
 
@@ -62,19 +75,30 @@ class Surgeon {
   Ids left;
   Ids right;
   Ids gone;
+  Ids doomed;
   uint32_t trunk = 0;
   uint32_t leaf = 0;
+  uint32_t dead = 0;
+  uint32_t doomed_slot = kDoomedSlots;  // the next one free
 
  private:
+  // A prompt that leaves the others after four blocks.
+  static Ids Fork(uint32_t first_token, uint32_t blocks) {
+    Ids tokens = Prompt(0, 4);
+    for (uint32_t token : Prompt(first_token, blocks)) tokens.push_back(token);
+    return tokens;
+  }
+
   static Ids Slots(uint32_t first, size_t count) {
     Ids slots(count);
     std::iota(slots.begin(), slots.end(), first);
     return slots;
   }
 
-  Ids Store(const Ids& tokens, uint32_t first_slot, uint64_t tick) {
-    Staged staged = tree.Stage(kRoot, Span<uint32_t>{tokens.data(), tokens.size()}, 0, tick);
+  Ids Store(const Ids& tokens, uint32_t first_slot, uint64_t tick, const Key128& root = kRoot) {
+    Staged staged = tree.Stage(root, Span<uint32_t>{tokens.data(), tokens.size()}, 0, tick);
     const Ids fresh(staged.ids.begin() + staged.existing_blocks, staged.ids.end());
+    if (first_slot >= kDoomedSlots) doomed_slot += static_cast<uint32_t>(fresh.size());
     tree.Place(SpanOf(fresh), 0, SpanOf(Slots(first_slot, fresh.size())));
     tree.Release(SpanOf(staged.ids));
     return staged.ids;
@@ -121,6 +145,16 @@ const std::vector<Corruption> kCorruptions = {
     {"victims out of order", [](Surgeon& s) { s.heap(0).Set(s.trunk, VictimRank{0, 0}); s.Disorder(); }},
     {"a wrong key", [](Surgeon& s) { s.node(s.trunk).end_key.bytes[3] ^= 1; }},
     {"a root of another key", [](Surgeon& s) { s.root().end_key.bytes[0] ^= 1; }},
+    {"a key within an edge wrong", [](Surgeon& s) { s.node(s.dead).marks->back().bytes[3] ^= 1; }},
+    {"a key within an edge of no block", [](Surgeon& s) { s.node(s.dead).marks->push_back(kRoot); }},
+    {"what is condemned lost", [](Surgeon& s) { s.ForgetCondemned(); }},
+    {"what is cleared lost", [](Surgeon& s) { s.ForgetCleared(); }},
+    {"a live root condemned", [](Surgeon& s) { s.CondemnLiveRoot(); }},
+    {"no node condemned", [](Surgeon& s) { s.CondemnNothing(); }},
+    {"a condemned root with a parent", [](Surgeon& s) { s.condemned_root().parent = s.trunk; }},
+    {"a condemned block freed", [](Surgeon& s) { s.blocks().Free(s.doomed[42]); }},
+    {"a condemned block of a live node", [](Surgeon& s) { s.block(s.doomed[42]).node = s.trunk; }},
+    {"a condemned block's slot given away", [](Surgeon& s) { s.block(s.left[0]).slot[0] = s.block(s.doomed[42]).slot[0]; }},
     {"a root lost", [](Surgeon& s) { s.ForgetRoot(); }},
     {"one slot for two blocks", [](Surgeon& s) { s.block(s.right[6]).slot[0] = s.block(s.left[0]).slot[0]; }},
     {"a detached block's slot given away", [](Surgeon& s) { s.block(s.left[0]).slot[0] = s.block(s.gone[0]).slot[0]; }},

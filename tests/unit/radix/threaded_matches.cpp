@@ -1,5 +1,5 @@
-// Threads match while one thread stores, evicts and drops: for ThreadSanitizer, and to check every answer. An id that is
-// still right under the lock must have the tokens that were looked up.
+// Threads match while one thread stores, evicts, drops and reaps: for ThreadSanitizer, and to check every answer. An id
+// that is still right under the lock must have the tokens that were looked up.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -67,7 +67,7 @@ void Write(RadixTree& tree, uint32_t steps) {
     const Ids tokens = RandomPrompt(random);
     const TokenSpan prompt{tokens.data(), tokens.size()};
     const std::lock_guard guard(callers_lock);
-    switch (random() % 8) {
+    switch (random() % 10) {
       case 0:
         tree.Evict(SpanOf(tree.TakeVictims(0, 8)), 0);
         break;
@@ -76,6 +76,10 @@ void Write(RadixTree& tree, uint32_t steps) {
         break;
       case 2:
         if (step % 50 == 0) tree.Clear();
+        break;
+      case 3:
+      case 4:
+        tree.Reap();
         break;
       default:
         const Staged staged = tree.Stage(kRoot, prompt, 0, step % 1000);
@@ -93,7 +97,7 @@ void Write(RadixTree& tree, uint32_t steps) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  RadixTree tree(kBlockTokens, Key128{{7}}, 0x5EED, 32);
+  RadixTree tree(kBlockTokens, Key128{{7}}, 0x5EED, 32, Limits{4, 7});  // so that what is dropped waits for Reap
   std::vector<std::thread> readers;
   for (uint32_t seed = 0; seed < kReaders; ++seed) readers.emplace_back(Read, std::ref(tree), seed + 100);
   Write(tree, argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 20'000);
