@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 NO_SLOT = _native.NO_SLOT
 SLICE_BLOCKS = _native.SLICE_BLOCKS
 EDGE_BLOCKS = _native.EDGE_BLOCKS
+POLICIES = tuple(_native.POLICIES)
 TIERS = (Tier.HOST, Tier.DISK)
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 
@@ -90,16 +91,19 @@ class RadixTree:
         *,
         ns_key: bytes,
         hash_seed: int,
+        policy: str = "lru",
         hash_bits: int = 32,
         slice_blocks: int = SLICE_BLOCKS,
         edge_blocks: int = EDGE_BLOCKS,
     ) -> None:
         """Block keys are made with the 16-byte `ns_key`; `hash_seed` is 64 random bits of this process.
 
+        `policy`, one of POLICIES, decides what leaves a tier first.
+
         For tests, fewer `hash_bits` force hash collisions, fewer `slice_blocks` and `edge_blocks` more slices and
         nodes.
         """
-        self._native = _native.RadixTree(block_tokens, ns_key, hash_seed, hash_bits, slice_blocks, edge_blocks)
+        self._native = _native.RadixTree(block_tokens, ns_key, hash_seed, hash_bits, policy, slice_blocks, edge_blocks)
 
     @property
     def block_tokens(self) -> int:
@@ -127,6 +131,11 @@ class RadixTree:
         return self._native.memory_bytes
 
     @property
+    def policy_bytes(self) -> int:
+        """Bytes of what the eviction policy has learnt, and remembers of blocks that left. Bounded."""
+        return self._native.policy_bytes
+
+    @property
     def removals(self) -> int:
         """Grows whenever blocks leave the tree: equal before a `match` and now, its ids still name what it found."""
         return self._native.removals
@@ -149,9 +158,21 @@ class RadixTree:
         """Ids of the longest prefix of `tokens` whose blocks are all committed. Protects nothing. O(tokens)."""
         return self._native.match(root, tokens)
 
-    def touch(self, ids: BlockIds, tick: int) -> None:
-        """Raise the tick of each block to at least `tick`, which is below 2^42."""
-        self._native.touch(ids, tick)
+    def touch(self, ids: BlockIds, tick: int, prompt_blocks: int | None = None) -> None:
+        """Tell the eviction policy that a request used these blocks.
+
+        `tick` is the time in microseconds of some clock, below 2^48 and another one for each request, and
+        `prompt_blocks` the whole blocks of the request's prompt, which are at least `ids.size`, the default.
+        """
+        self._native.touch(ids, tick, ids.size if prompt_blocks is None else prompt_blocks)
+
+    def hint_next_use(self, block_id: int, tick: int, seconds: float | None) -> int:
+        """Tell the policy when the prompt that ends with this block will be used again; None says never.
+
+        It is told of the blocks that this prompt and what was appended to it do not share with others; returns how
+        many these are.
+        """
+        return self._native.hint_next_use(block_id, tick, seconds)
 
     def slots(self, ids: BlockIds, tier: Tier) -> Slots:
         """The slot of each block in `tier`, NO_SLOT where it has none."""
@@ -175,8 +196,8 @@ class RadixTree:
     def stage(self, root: bytes, tokens: TokenArray, from_block: int, tick: int) -> tuple[int, BlockIds]:
         """Make room in the tree for the whole blocks of `tokens`: (blocks already there, ids of all of them).
 
-        What is missing is added as staged blocks. Each block of the path is leased once and touched with `tick`; the
-        caller later releases the ids. Where fewer than `from_block` blocks are there, the ids are empty and nothing
+        What is missing is added as staged blocks. Each block of the path is leased once; the caller later releases the
+        ids. For the policy the path's blocks are in use at `tick`; the request counts where it touches them. Where fewer than `from_block` blocks are there, the ids are empty and nothing
         changes. Staged blocks of others count as there.
         """
         return self._native.stage(root, tokens, from_block, tick)
@@ -188,14 +209,18 @@ class RadixTree:
         """
         return self._native.place(ids, _index_of(tier), slots)
 
-    def coldest_tick(self, tier: Tier) -> int | None:
-        """Tick of the block that `take_victims` would return first."""
-        return self._native.coldest_tick(_index_of(tier))
+    def victim_value(self, tier: Tier, tick: int) -> float | None:
+        """What the block that `take_victims` would return first is worth; None if there is none.
+
+        The policy's own measure, comparable between trees of one policy at one tick: the lowest goes first.
+        """
+        return self._native.victim_value(_index_of(tier), tick)
 
     def take_victims(self, tier: Tier, limit: int) -> BlockIds:
-        """Take up to `limit` blocks that may leave `tier`: the lowest tick first, among equal ones the lowest slot.
+        """Take up to `limit` blocks that may leave `tier`, in the order of the policy.
 
         A block may leave when it is unheld and nothing below it is in the tier, victims taken before it not counted.
+        Blocks of one history go together, from the last one up; among equals of the policy the lowest slot goes first.
         Taken blocks stay readable and in use until `evict` is called for them, which the caller must do.
         """
         return self._native.take_victims(_index_of(tier), limit)

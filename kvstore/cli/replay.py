@@ -15,7 +15,7 @@ from kvstore.quantities import format_size, parse_size
 from kvstore.replay import report as reports
 from kvstore.replay.capacity import parse_capacity
 from kvstore.replay.pace import Pacer
-from kvstore.replay.policies import policy
+from kvstore.replay.policies import check_policy
 from kvstore.replay.run import Replay
 from kvstore.replay.trace import Expansion, read_trace
 from kvstore.types import BLOCK_TOKENS_MAX, KvLayout
@@ -37,7 +37,7 @@ def replay(arguments: argparse.Namespace) -> int:
     reports.check_outputs(parquet=parquet, plot=plot)
     names = _listed("--policies", arguments.policies)
     for name in names:
-        policy(name)
+        check_policy(name)
     trace = read_trace(
         Path(arguments.trace),
         block_tokens=_block_tokens(arguments.block_tokens),

@@ -57,11 +57,11 @@ class Node:
         self._has_disk = disk_blocks > 0
         self._tick = 0
 
-    def serve(self, prompt: TokenArray) -> Found:
+    def serve(self, prompt: TokenArray, seconds: float) -> Found:
         """Look a prompt up, load what is found and store the rest."""
-        self._tick += 1
+        self._tick = max(self._tick + 1, int(seconds * 1_000_000))
         ids = self._tree.match(_ROOT, prompt)
-        self._tree.touch(ids, self._tick)
+        self._tree.touch(ids, self._tick, prompt.size // self._tree.block_tokens)
         found = Found(int(ids.size), 0)
         if self._has_disk:
             on_disk_alone = ids[self._tree.slots(ids, Tier.HOST) == NO_SLOT]

@@ -7,27 +7,21 @@ victims; it knows nothing of the order itself. So what is measured is what the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 from kvstore.errors import InvalidArgumentError
-from kvstore.radix.tree import RadixTree
-
-MakeTree: TypeAlias = Callable[[int], RadixTree]
-
-
-def _lru(block_tokens: int) -> RadixTree:
-    """Least recently used leaf first. Keys and hash seed are fixed, so that runs repeat exactly."""
-    return RadixTree(block_tokens, ns_key=bytes(16), hash_seed=0)
-
+from kvstore.radix.tree import POLICIES, RadixTree
 
 DEFAULT_POLICY = "default"
-# `default` is what the store uses when nothing is said.
-POLICIES: dict[str, MakeTree] = {"lru": _lru, DEFAULT_POLICY: _lru}
+STORE_POLICY = "survival"
 
 
-def policy(name: str) -> MakeTree:
-    """The policy of that name; raises InvalidArgumentError that lists the known ones."""
-    if name not in POLICIES:
-        raise InvalidArgumentError(f"no policy is called {name!r}, expected one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+def make_tree(name: str, block_tokens: int) -> RadixTree:
+    """A tree with that policy. Keys and hash seed are fixed, so that runs repeat exactly."""
+    policy = STORE_POLICY if name == DEFAULT_POLICY else name
+    return RadixTree(block_tokens, ns_key=bytes(16), hash_seed=0, policy=policy)
+
+
+def check_policy(name: str) -> None:
+    """Raise InvalidArgumentError that lists the known policies if it is none of them."""
+    if name not in (DEFAULT_POLICY, *POLICIES):
+        known = ", ".join(sorted((DEFAULT_POLICY, *POLICIES)))
+        raise InvalidArgumentError(f"no policy is called {name!r}, expected one of {known}")

@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.errors import InvalidArgumentError
 from kvstore.replay.node import Node
 from kvstore.replay.optimal import FutureUses, optimal_hits
-from kvstore.replay.policies import policy
+from kvstore.replay.policies import make_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +100,7 @@ class Replay:
         """Replay the whole trace on an empty node. `before_request` is called with the index of each request."""
         start = self._clock.monotonic()
         node = Node(
-            policy(policy_name)(self._trace.block_tokens),
+            make_tree(policy_name, self._trace.block_tokens),
             host_blocks=self._useful(host),
             disk_blocks=0 if disk is None else self._useful(disk),
         )
@@ -118,7 +118,7 @@ class Replay:
             before_request(request)
             if request == self._first_counted:
                 warm_demoted, warm_promoted = node.demoted_blocks, node.promoted_blocks
-            found = node.serve(self._trace.prompt(request))
+            found = node.serve(self._trace.prompt(request), float(self._trace.seconds[request]))
             hits[:, request] = found.host_blocks, found.disk_blocks
         return _Outcome(
             host_hits=hits[0, self._first_counted :],

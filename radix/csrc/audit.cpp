@@ -93,6 +93,7 @@ class RadixTree::Audit {
     Expect(tree_.FindChild(visit.parent, node.tokens.data()) == visit.node, "the table misses a node", visit.node);
     if (!parent.ids.empty()) CheckOrder(parent.ids.back(), node.ids.front());
     CheckBlocks(visit.node);
+    CheckHistories(visit.node);
     CheckChildren(visit.node, CheckEndKey(visit.node, visit.key_before));
     for (int tier = 0; tier < kTierCount; ++tier) CheckVictim(visit.node, tier);
     edge_bytes_ += node.edge_bytes();
@@ -131,6 +132,27 @@ class RadixTree::Audit {
     }
   }
 
+  static bool HasRuns(const Node& node) {
+    uint32_t begin = node.depth;
+    for (const History& run : node.runs.all()) {
+      if (run.end <= begin) return false;
+      begin = run.end;
+    }
+    return begin == node.end();
+  }
+
+  void CheckHistories(uint32_t node_id) {
+    const Node& node = tree_.nodes_[node_id];
+    Expect(HasRuns(node), "the histories of a node are of other blocks", node_id);
+    const uint32_t samples = tree_.Samples(node.depth, node.end());
+    samples_seen_ += samples;
+    if (!tree_.remembers_) return;
+    Expect(node.fingerprints.size() == samples, "fingerprints are miscounted", node_id);
+    const uint64_t before = tree_.nodes_[node.parent].end_fingerprint;
+    const uint64_t end = tree_.FingerprintThrough(before, node.tokens.data(), node.block_count());
+    Expect(end == node.end_fingerprint, "a fingerprint is wrong", node_id);
+  }
+
   // Returns the key of the node's last block, made from scratch.
   Key128 CheckEndKey(uint32_t node_id, const Key128& key_before) {
     const Node& node = tree_.nodes_[node_id];
@@ -152,7 +174,6 @@ class RadixTree::Audit {
     const Block* lower = tree_.FindUsed(lower_id);
     if (upper == nullptr || lower == nullptr) return;
     Expect(upper->holds >= lower->holds, "holds grow towards the leaf", lower_id);
-    Expect(upper->tick >= lower->tick, "ticks grow towards the leaf", lower_id);
   }
 
   void CheckChildren(uint32_t node_id, const Key128& end_key) {
@@ -180,7 +201,7 @@ class RadixTree::Audit {
 
   void CheckVictim(uint32_t node_id, int tier) {
     const Node& node = tree_.nodes_[node_id];
-    const VictimRank* rank = tree_.heaps_[tier].Find(node_id);
+    const VictimRank* rank = tree_.victims_[tier].Find(node_id);
     victims_seen_[tier] += rank != nullptr;
     if (node.resident[tier] == 0 || node.below[tier] > 0) {
       Expect(rank == nullptr, "a node without a victim is among the victims", node_id);
@@ -194,7 +215,11 @@ class RadixTree::Audit {
     if (last == nullptr || last->holds > 0) return;
     Expect(rank != nullptr || is_condemned_, "a victim is not among the victims", node_id);
     if (rank == nullptr) return;
-    Expect(!(VictimRank{last->tick, last->slot[tier]} < *rank), "a victim is ranked too hot", node_id);
+    if (!HasRuns(node)) return;
+    const History& history = node.runs.At(last->depth);
+    const VictimRank expected{tree_.policy_->RankOf(history), last->slot[tier]};
+    Expect(rank->rank == expected.rank && rank->slot == expected.slot, "a victim is ranked wrongly", node_id);
+    Expect(node.victim_queue[tier] == history.queue, "a victim is in the wrong queue", node_id);
   }
 
   void CheckDetached() {
@@ -227,11 +252,12 @@ class RadixTree::Audit {
     Expect(attached_seen_ == tree_.block_count(), "blocks cannot be reached from a root", attached_seen_);
     Expect(nodes_seen_ == tree_.nodes_.used(), "nodes cannot be reached from a root", nodes_seen_);
     Expect(tree_.children_.size() == tree_.node_count(), "the table has other entries than nodes", nodes_seen_);
+    Expect(samples_seen_ == tree_.samples_, "samples are miscounted", samples_seen_);
     Expect(edge_bytes_ == tree_.edge_bytes_, "the bytes of edges are miscounted", nodes_seen_);
     for (int tier = 0; tier < kTierCount; ++tier) {
-      const VictimHeap& heap = tree_.heaps_[tier];
-      Expect(victims_seen_[tier] == heap.size(), "victims name nodes that are gone", victims_seen_[tier]);
-      Expect(heap.IsOrdered(), "victims are out of order", victims_seen_[tier]);
+      const VictimQueues& queues = tree_.victims_[tier];
+      Expect(victims_seen_[tier] == queues.size(), "victims name nodes that are gone", victims_seen_[tier]);
+      Expect(queues.IsSound(), "victims are out of order", victims_seen_[tier]);
       Expect(tier_blocks_[tier] == tree_.tier_blocks_[tier], "blocks of a tier are miscounted", tier_blocks_[tier]);
     }
   }
@@ -246,6 +272,7 @@ class RadixTree::Audit {
   uint32_t victims_seen_[kTierCount] = {0, 0};
   uint32_t tier_blocks_[kTierCount] = {0, 0};
   size_t edge_bytes_ = 0;
+  uint32_t samples_seen_ = 0;
 };
 
 std::vector<std::string> RadixTree::CheckIntegrity() const {

@@ -102,17 +102,19 @@ void BindTree(nb::module_& module) {
   nb::class_<RadixTree>(module, "RadixTree")
       .def("__init__",
            [](RadixTree* tree, uint32_t block_tokens, const nb::bytes& ns_key, uint64_t hash_seed, uint32_t hash_bits,
-              uint32_t slice_blocks, uint32_t edge_blocks) {
+              const std::string& policy, uint32_t slice_blocks, uint32_t edge_blocks) {
              const Key128 key = AsKey(ns_key, "ns_key must be 16 bytes");
-             new (tree) RadixTree(block_tokens, key, hash_seed, hash_bits, kvstore::Limits{slice_blocks, edge_blocks});
+             new (tree)
+                 RadixTree(block_tokens, key, hash_seed, hash_bits, policy, kvstore::Limits{slice_blocks, edge_blocks});
            },
-           "block_tokens"_a, "ns_key"_a, "hash_seed"_a, "hash_bits"_a = 32,
+           "block_tokens"_a, "ns_key"_a, "hash_seed"_a, "hash_bits"_a = 32, "policy"_a = "lru",
            "slice_blocks"_a = kvstore::Limits().slice_blocks, "edge_blocks"_a = kvstore::Limits().edge_blocks)
       .def_prop_ro("block_tokens", &RadixTree::block_tokens)
       .def_prop_ro("block_count", &RadixTree::block_count)
       .def_prop_ro("node_count", &RadixTree::node_count)
       .def_prop_ro("root_count", &RadixTree::root_count)
       .def_prop_ro("memory_bytes", &RadixTree::memory_bytes)
+      .def_prop_ro("policy_bytes", &RadixTree::policy_bytes)
       .def_prop_ro("removals", &RadixTree::removals)
       .def_prop_ro("condemned", &RadixTree::condemned)
       .def_prop_ro("steps", &RadixTree::steps)
@@ -122,8 +124,16 @@ void BindTree(nb::module_& module) {
              return IdsToNumpy(Match(tree, AsRoot(root), View(tokens)));
            },
            "root"_a, "tokens"_a.noconvert())
-      .def("touch", [](RadixTree& tree, const InputArray& ids, uint64_t tick) { tree.Touch(View(ids), tick); },
-           "ids"_a.noconvert(), "tick"_a)
+      .def("touch",
+           [](RadixTree& tree, const InputArray& ids, uint64_t tick, int64_t prompt_blocks) {
+             tree.Touch(View(ids), tick, prompt_blocks);
+           },
+           "ids"_a.noconvert(), "tick"_a, "prompt_blocks"_a)
+      .def("hint_next_use",
+           [](RadixTree& tree, uint32_t block_id, uint64_t tick, std::optional<double> seconds) {
+             return tree.HintNextUse(block_id, kvstore::Hint{tick, !seconds.has_value(), seconds.value_or(0)});
+           },
+           "block_id"_a, "tick"_a, "seconds"_a)
       .def("slots",
            [](const RadixTree& tree, const InputArray& ids, int64_t tier) {
              return IdsToNumpy(tree.Slots(View(ids), tier));
@@ -145,7 +155,7 @@ void BindTree(nb::module_& module) {
              return ToNumpy<bool>(tree.Place(View(ids), tier, View(slots)), {ids.size()});
            },
            "ids"_a.noconvert(), "tier"_a, "slots"_a.noconvert())
-      .def("coldest_tick", &RadixTree::ColdestTick, "tier"_a)
+      .def("victim_value", &RadixTree::VictimValue, "tier"_a, "tick"_a)
       .def("take_victims",
            [](RadixTree& tree, int64_t tier, int64_t limit) { return IdsToNumpy(tree.TakeVictims(tier, limit)); },
            "tier"_a, "limit"_a)
@@ -213,6 +223,8 @@ NB_MODULE(_native, module) {
   module.attr("NO_SLOT") = kvstore::kNoSlot;
   module.attr("TIER_COUNT") = kvstore::kTierCount;
   module.attr("SLICE_BLOCKS") = kvstore::Limits().slice_blocks;
+  module.attr("POLICIES") = kvstore::PolicyNames();
+  module.attr("TICK_MAX") = kvstore::kTickMax;
   module.attr("EDGE_BLOCKS") = kvstore::Limits().edge_blocks;
   nb::class_<Removed>(module, "Removed")
       .def_ro("blocks", &Removed::blocks)

@@ -5,7 +5,9 @@
 #include <memory>
 #include <vector>
 
+#include "policy.h"
 #include "pool.h"
+#include "runs.h"
 #include "siphash.h"
 
 namespace kvstore {
@@ -15,10 +17,11 @@ constexpr uint32_t kNoSlot = 0xFFFFFFFFu;
 
 enum class BlockState : uint8_t { kFree, kAttached, kDetached };
 
-constexpr unsigned kTickBits = 42;   // 139 years of 1,000 lookups a second
 constexpr unsigned kHoldsBits = 18;
-constexpr uint64_t kTickMax = (uint64_t{1} << kTickBits) - 1;
-constexpr uint64_t kHoldsMax = (uint64_t{1} << kHoldsBits) - 1;
+constexpr uint32_t kHoldsMax = (uint32_t{1} << kHoldsBits) - 1;
+constexpr uint16_t kNoQueue = 0xFFFF;
+
+enum class VictimEnd : uint8_t { kFirst, kLast };  // of a queue of victims
 
 // The state of one block. `depth` is its index in the prefix, so that its place in a node, `depth - node.depth`,
 // survives splits and merges. Match, which runs beside touches and leases, reads `slot` alone: the packed word is not its.
@@ -26,23 +29,19 @@ struct Block {
   uint32_t slot[kTierCount] = {kNoSlot, kNoSlot};
   uint32_t node = kNone;
   uint32_t depth = 0;
-  uint64_t tick : kTickBits;
-  uint64_t holds : kHoldsBits;
+  uint32_t holds : kHoldsBits;
   BlockState state : 2;
-  uint64_t leaving : kTierCount;  // a bit for each tier that the block was taken as a victim of
+  uint32_t leaving : kTierCount;  // a bit for each tier that the block was taken as a victim of
 
-  Block() : tick(0), holds(0), state(BlockState::kFree), leaving(0) {}
+  Block() : holds(0), state(BlockState::kFree), leaving(0) {}
 
   uint32_t& FreeLink() { return node; }
   bool staged() const { return slot[0] == kNoSlot && slot[1] == kNoSlot; }
   bool leaves(int tier) const { return (leaving >> tier) & 1; }
   bool resident(int tier) const { return slot[tier] != kNoSlot && !leaves(tier); }
   bool in_use() const { return holds > 0 || leaving != 0; }  // by leases or an eviction under way
-  void RaiseTick(uint64_t other) {
-    if (tick < other) tick = other;
-  }
 };
-static_assert(sizeof(Block) == 24, "the budget of memory per block counts on it");
+static_assert(sizeof(Block) == 20, "the budget of memory per block counts on it");
 
 constexpr uint32_t kMarkBlocks = 32;  // so that no key within an edge is farther than that from a kept one
 
@@ -50,6 +49,9 @@ constexpr uint32_t kMarkBlocks = 32;  // so that no key within an edge is farthe
 struct Node {
   std::vector<uint32_t> tokens;  // (blocks, block_tokens), contiguous
   std::vector<uint32_t> ids;     // (blocks)
+  Runs runs;                     // the histories of the blocks
+  std::vector<uint64_t> fingerprints;  // of the prefixes that end at the node's samples; for policies with ghosts
+  uint64_t end_fingerprint = 0;        // of the prefix that ends with the node
   Key128 end_key{};              // key of the last block; of a root, the root key. Valid where has_end_key.
   std::unique_ptr<std::vector<Key128>> marks;  // keys of the blocks 31, 63, ... of this node, as far as they were needed
   uint32_t parent = kNone;
@@ -62,7 +64,8 @@ struct Node {
   uint32_t resident[kTierCount] = {0, 0};     // blocks of this node in the tier and not leaving it
   uint32_t below[kTierCount] = {0, 0};        // children that have a resident block in their subtree
   uint32_t resident_end[kTierCount] = {0, 0};  // no resident block lies at this depth or deeper
-  uint32_t heap_index[kTierCount] = {kNone, kNone};
+  uint32_t victim_place[kTierCount][2] = {{kNone, kNone}, {kNone, kNone}};  // in the heaps of its queue
+  uint16_t victim_queue[kTierCount] = {kNoQueue, kNoQueue};
   bool has_end_key = false;
 
   uint32_t& FreeLink() { return parent; }
@@ -76,7 +79,8 @@ struct Node {
   }
   size_t edge_bytes() const {
     const size_t values = (tokens.capacity() + ids.capacity()) * sizeof(uint32_t);
-    return values + (marks ? sizeof(*marks) + marks->capacity() * sizeof(Key128) : 0);
+    const size_t histories = runs.bytes() + fingerprints.capacity() * sizeof(uint64_t);
+    return values + histories + (marks ? sizeof(*marks) + marks->capacity() * sizeof(Key128) : 0);
   }
 };
 

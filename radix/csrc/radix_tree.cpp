@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "mix.h"
+
 namespace kvstore {
 
 namespace {
@@ -13,12 +15,6 @@ namespace {
 constexpr size_t kCompareBytes = 4096;  // what one memcmp spans while a prompt still agrees with an edge
 constexpr size_t kRootEntryBytes = 56;  // a node and a bucket of the map of roots
 constexpr size_t kDetachedEntryBytes = 112;  // the same of the map of detached blocks
-constexpr uint64_t kMixFactor = 0x9E3779B97F4A7C15ULL;
-
-uint64_t Mix(uint64_t left, uint64_t right) {
-  const auto product = static_cast<unsigned __int128>(left) * right;
-  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-}
 
 }  // namespace
 
@@ -35,14 +31,17 @@ bool RadixTree::KeyEqual::operator()(const Key128& left, const Key128& right) co
 }
 
 RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits,
-                     Limits limits)
+                     const std::string& policy, Limits limits)
     : block_tokens_(block_tokens),
       ns_key_(ns_key),
       hash_seed_(hash_seed),
       tag_mask_(static_cast<uint32_t>((1ULL << std::min(hash_bits, 32u)) - 1)),
       limits_(limits),
       roots_(0, KeyHash{hash_seed}),
-      heaps_{VictimHeap(&nodes_, 0), VictimHeap(&nodes_, 1)} {
+      policy_(MakePolicy(policy, block_tokens)),
+      remembers_(policy_->ghost_ratio() > 0),
+      sample_blocks_(std::max(1u, EvictionPolicy::kSampleTokens / std::max(1u, block_tokens))),
+      victims_{VictimQueues(&nodes_, 0), VictimQueues(&nodes_, 1)} {
   if (block_tokens == 0) throw std::invalid_argument("block_tokens is 0, expected at least 1");
   if (hash_bits > 32) throw std::invalid_argument("hash_bits is above 32");
   if (limits.slice_blocks == 0 || limits.edge_blocks == 0) {
@@ -51,10 +50,12 @@ RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_
 }
 
 size_t RadixTree::memory_bytes() const {
-  return sizeof(*this) + blocks_.bytes() + nodes_.bytes() + edge_bytes_ + children_.bytes() + heaps_[0].bytes() +
-         heaps_[1].bytes() + (root_count() + condemned_root_count()) * kRootEntryBytes +
+  return sizeof(*this) + blocks_.bytes() + nodes_.bytes() + edge_bytes_ + children_.bytes() + victims_[0].bytes() +
+         victims_[1].bytes() + (root_count() + condemned_root_count()) * kRootEntryBytes +
          detached_.size() * (kDetachedEntryBytes + block_tokens_ * sizeof(uint32_t));
 }
+
+size_t RadixTree::policy_bytes() const { return policy_->bytes() + ghosts_.bytes(); }
 
 // ---- what callers ask for ----
 
@@ -67,12 +68,6 @@ std::optional<Ids> RadixTree::TryMatch(const Key128& root, TokenSpan tokens) con
   const std::shared_lock lock(shape_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return std::nullopt;
   return FindCommitted(root, tokens);
-}
-
-void RadixTree::Touch(IdSpan ids, uint64_t tick) {
-  CheckTick(tick);
-  CheckIds(ids);
-  for (uint32_t id : ids) blocks_[id].RaiseTick(tick);
 }
 
 Ids RadixTree::Slots(IdSpan ids, int64_t tier) const {
@@ -129,12 +124,15 @@ Staged RadixTree::Stage(const Key128& root, TokenSpan tokens, int64_t from_block
     staged.ids.clear();
     return staged;
   }
+  last_tick_ = std::max(last_tick_, tick);
   AddHolds(IdSpan{staged.ids.data(), staged.ids.size()});
-  for (uint32_t id : staged.ids) blocks_[id].RaiseTick(tick);  // or the new blocks would be hotter than their ancestors
   if (cursor.depth < cursor.block_count) {
     const std::unique_lock lock(shape_mutex_);
     if (cursor.node == kNone) cursor.node = NewRoot(root);
-    Insert(cursor, tick, &staged.ids);
+    const Births births = PlanBirths(cursor, staged.ids, tick);
+    Insert(cursor, births, &staged.ids);
+  } else {
+    PlanBirths(cursor, staged.ids, tick);  // of none, but it is the latest that touched the others
   }
   return staged;
 }
@@ -175,10 +173,14 @@ std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
   return placed;
 }
 
-std::optional<uint64_t> RadixTree::ColdestTick(int64_t tier) {
-  const uint32_t id = ColdestVictim(CheckTier(tier));
-  if (id == kNone) return std::nullopt;
-  return uint64_t{blocks_[id].tick};
+std::optional<double> RadixTree::VictimValue(int64_t tier, uint64_t tick) {
+  CheckTick(tick);
+  const int index = CheckTier(tier);
+  last_tick_ = std::max(last_tick_, tick);
+  const uint32_t node_id = ChooseVictim(index);
+  if (node_id == kNone) return std::nullopt;
+  Node& node = nodes_[node_id];
+  return policy_->ValueOf(node.runs.At(blocks_[LastResident(&node, index)].depth), last_tick_);
 }
 
 Ids RadixTree::TakeVictims(int64_t tier, int64_t limit) {
@@ -186,12 +188,10 @@ Ids RadixTree::TakeVictims(int64_t tier, int64_t limit) {
   const size_t limit_blocks = CheckLimit(limit);
   Ids victims;
   while (victims.size() < limit_blocks) {
-    const uint32_t id = ColdestVictim(index);
-    if (id == kNone) break;
-    Take(id, index);
-    victims.push_back(id);
+    const uint32_t node_id = ChooseVictim(index);
+    if (node_id == kNone) break;
+    TakeRun(node_id, index, limit_blocks - victims.size(), &victims);
   }
-  steps_ += victims.size();
   return victims;
 }
 
@@ -290,7 +290,7 @@ int RadixTree::CheckTier(int64_t tier) {
 }
 
 void RadixTree::CheckTick(uint64_t tick) {
-  if (tick > kTickMax) throw std::invalid_argument("tick is " + std::to_string(tick) + ", above 2^42 - 1");
+  if (tick > kTickMax) throw std::invalid_argument("tick is " + std::to_string(tick) + ", above 2^48 - 1");
 }
 
 size_t RadixTree::CheckLimit(int64_t limit) {
@@ -412,14 +412,7 @@ uint32_t RadixTree::LeadingCommitted(const Node& node, uint32_t limit) const {
 }
 
 uint32_t RadixTree::Tag(uint32_t parent, const uint32_t* first_block) const {
-  uint64_t hash = Mix(hash_seed_ ^ parent, kMixFactor);
-  uint32_t at = 0;
-  for (; at + 2 <= block_tokens_; at += 2) {
-    uint64_t word;
-    std::memcpy(&word, first_block + at, sizeof(word));
-    hash = Mix(hash ^ word ^ hash_seed_, kMixFactor);
-  }
-  if (at < block_tokens_) hash = Mix(hash ^ first_block[at] ^ hash_seed_, kMixFactor);
+  const uint64_t hash = MixTokens(parent, hash_seed_, first_block, block_tokens_);
   return static_cast<uint32_t>(hash >> 32 ^ hash) & tag_mask_;
 }
 

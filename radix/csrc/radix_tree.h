@@ -20,10 +20,11 @@
 #include <vector>
 
 #include "child_table.h"
+#include "ghosts.h"
 #include "node.h"
 #include "pool.h"
 #include "siphash.h"
-#include "victim_heap.h"
+#include "victim_queues.h"
 
 namespace kvstore {
 
@@ -77,8 +78,9 @@ struct Staged {
 
 class RadixTree {
  public:
-  // `hash_bits` below 32 makes hash collisions likelier, for tests; they cost time and decide nothing.
-  RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits, Limits limits = {});
+  // `policy` decides what leaves a tier first, by name (policy.h). `hash_bits` below 32 makes hash collisions likelier, for tests; they cost time and decide nothing.
+  RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits,
+            const std::string& policy = "lru", Limits limits = {});
   RadixTree(const RadixTree&) = delete;
   RadixTree& operator=(const RadixTree&) = delete;
 
@@ -87,6 +89,7 @@ class RadixTree {
   uint32_t node_count() const { return nodes_.used() - root_count() - condemned_root_count(); }
   uint32_t root_count() const { return static_cast<uint32_t>(roots_.size()); }
   size_t memory_bytes() const;
+  size_t policy_bytes() const;  // what the policy has learnt and remembers, ghosts included
 
   // Blocks visited by all calls so far, but for Match.
   uint64_t steps() const { return steps_; }
@@ -102,7 +105,10 @@ class RadixTree {
 
   Ids Match(const Key128& root, TokenSpan tokens) const;
   std::optional<Ids> TryMatch(const Key128& root, TokenSpan tokens) const;  // nothing where it would have to wait
-  void Touch(IdSpan ids, uint64_t tick);
+  void Touch(IdSpan ids, uint64_t tick, int64_t prompt_blocks);
+  // Tells the policy what is known of the next use of the prompt that ends with this block. It is told of the blocks
+  // that no other prompt has in common with it; returns how many.
+  uint32_t HintNextUse(uint32_t id, const Hint& hint);
   Ids Slots(IdSpan ids, int64_t tier) const;
   void Lease(IdSpan ids);
   Removed Release(IdSpan ids);
@@ -110,7 +116,8 @@ class RadixTree {
   Staged Stage(const Key128& root, TokenSpan tokens, int64_t from_block, uint64_t tick);
   std::vector<uint8_t> Place(IdSpan ids, int64_t tier, IdSpan slots);
 
-  std::optional<uint64_t> ColdestTick(int64_t tier);
+  // What the block that leaves the tier first is worth at `tick`; see EvictionPolicy::ValueOf.
+  std::optional<double> VictimValue(int64_t tier, uint64_t tick);
   Ids TakeVictims(int64_t tier, int64_t limit);
   Slice TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count, int64_t first_id = 0);
   Removed Evict(IdSpan ids, int64_t tier);
@@ -158,6 +165,13 @@ class RadixTree {
     uint32_t depth = 0;
   };
 
+  // What blocks from depth `begin` on will be given when they are inserted.
+  struct Births {
+    uint32_t begin = 0;
+    Runs runs;
+    std::vector<uint64_t> fingerprints;  // of the samples among them
+  };
+
   // Arguments.
   static int CheckTier(int64_t tier);
   static void CheckTick(uint64_t tick);
@@ -180,9 +194,9 @@ class RadixTree {
 
   // Shape.
   uint32_t NewRoot(const Key128& root);
-  void Insert(const Cursor& cursor, uint64_t tick, Ids* ids);
+  void Insert(const Cursor& cursor, const Births& births, Ids* ids);
   uint32_t NewChild(uint32_t parent_id, const uint32_t* first_block, uint32_t depth);
-  void Append(uint32_t node_id, const uint32_t* tokens, uint32_t count, uint64_t tick);
+  void Append(uint32_t node_id, const uint32_t* tokens, uint32_t count, const Births& births);
   uint32_t Split(uint32_t node_id, uint32_t at);
   void MergeWithOnlyChild(uint32_t node_id);
   void MergeIfFits(uint32_t node_id);
@@ -215,6 +229,18 @@ class RadixTree {
   void AddMissingPath(uint32_t id, int absent, int present, std::unordered_map<uint32_t, uint32_t>* done,
                       Ids* ids) const;
 
+  // Histories; in history.cpp.
+  uint32_t Samples(uint32_t begin, uint32_t end) const { return end / sample_blocks_ - begin / sample_blocks_; }
+  uint64_t FingerprintThrough(uint64_t fingerprint, const uint32_t* tokens, uint32_t count) const;
+  uint64_t FingerprintAt(const Node& node, uint32_t count) const;
+  Births PlanBirths(const Cursor& cursor, const Ids& existing, uint64_t tick);
+  void AppendHistories(Node* node, const uint32_t* tokens, uint32_t count, const Births& births);
+  void SplitHistories(Node* head, Node* tail);
+  void MergeHistories(Node* head, Node* tail);
+  void DropHistories(Node* node, uint32_t count);
+  template <typename Change>
+  void ChangeHistories(IdSpan ids, Change change);
+
   // Leaving a tier.
   void Take(uint32_t id, int tier);
   void BecomeResident(uint32_t node_id, int tier, uint32_t count, uint32_t end);
@@ -223,7 +249,8 @@ class RadixTree {
   uint32_t LastResident(Node* node, int tier);
   void Refresh(uint32_t node_id);
   void RefreshTier(uint32_t node_id, int tier);
-  uint32_t ColdestVictim(int tier);
+  uint32_t ChooseVictim(int tier);
+  void TakeRun(uint32_t node_id, int tier, size_t limit, Ids* victims);
 
   // Keys.
   uint32_t RootNodeOf(uint32_t node_id) const;
@@ -251,7 +278,13 @@ class RadixTree {
   // their trees are like all others, with victims, holds and keys, until ReapSome takes them apart from the top.
   std::unordered_map<uint32_t, Key128> condemned_;
   std::vector<RootMap> cleared_;  // the same, whole maps of roots that were not entered there yet
-  VictimHeap heaps_[kTierCount];
+  const std::unique_ptr<EvictionPolicy> policy_;
+  const bool remembers_;          // whether the policy wants ghosts
+  const uint32_t sample_blocks_;  // one of as many stands for all in statistics
+  VictimQueues victims_[kTierCount];
+  Ghosts ghosts_;
+  uint64_t last_tick_ = 0;
+  uint32_t samples_ = 0;  // in the tree
   uint32_t tier_blocks_[kTierCount] = {0, 0};  // attached blocks with a slot in the tier
   std::unordered_map<uint32_t, Identity> detached_;
   size_t edge_bytes_ = 0;

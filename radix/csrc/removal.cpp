@@ -120,7 +120,7 @@ void RadixTree::Uproot(uint32_t node_id, const Key128& key_before, const Key128&
     FreeNode(node_id);
     return;
   }
-  for (VictimHeap& heap : heaps_) heap.Remove(node_id);
+  for (VictimQueues& queues : victims_) queues.Remove(node_id);
   node.depth = end;
   node.end_key = end_key;
   node.has_end_key = true;
@@ -167,6 +167,7 @@ void RadixTree::Truncate(uint32_t node_id, uint32_t count, Removed* removed) {
     Retire(node.ids[at], removed);
   }
   AccountEdge(node, -1);
+  DropHistories(&node, count);
   ShrinkTo(&node.ids, count);
   ShrinkTo(&node.tokens, static_cast<size_t>(count) * block_tokens_);
   node.KeepMarks(count);

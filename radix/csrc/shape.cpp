@@ -30,19 +30,20 @@ uint32_t RadixTree::NewRoot(const Key128& root) {
   const uint32_t node_id = nodes_.Allocate();
   nodes_[node_id].end_key = root;
   nodes_[node_id].has_end_key = true;
+  nodes_[node_id].end_fingerprint = KeyHash{hash_seed_}(root) | 1;
   roots_.emplace(root, node_id);
   return node_id;
 }
 
 // Adds the rest of the prompt behind the cursor as staged blocks with one hold each.
 // REQUIRES: some of the prompt is left, and no child of the node continues it.
-void RadixTree::Insert(const Cursor& cursor, uint64_t tick, Ids* ids) {
+void RadixTree::Insert(const Cursor& cursor, const Births& births, Ids* ids) {
   const uint32_t* tokens = cursor.tokens + static_cast<size_t>(cursor.depth) * block_tokens_;
   uint32_t left = cursor.block_count - cursor.depth;
   uint32_t depth = cursor.depth;
   const auto append = [&](uint32_t node_id) {
     const uint32_t count = std::min(left, limits_.edge_blocks - nodes_[node_id].block_count());
-    Append(node_id, tokens, count, tick);
+    Append(node_id, tokens, count, births);
     const Ids& edge = nodes_[node_id].ids;
     ids->insert(ids->end(), edge.end() - count, edge.end());
     tokens += static_cast<size_t>(count) * block_tokens_;
@@ -72,16 +73,16 @@ uint32_t RadixTree::NewChild(uint32_t parent, const uint32_t* first_block, uint3
   return node_id;
 }
 
-void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count, uint64_t tick) {
+void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count, const Births& births) {
   Node& node = nodes_[node_id];
   AccountEdge(node, -1);
   ReserveFor(&node.tokens, static_cast<size_t>(count) * block_tokens_);
   ReserveFor(&node.ids, count);
   node.tokens.insert(node.tokens.end(), tokens, tokens + static_cast<size_t>(count) * block_tokens_);
+  AppendHistories(&node, tokens, count, births);
   for (uint32_t i = 0; i < count; ++i) {
     const uint32_t id = blocks_.Allocate();
     Block& block = blocks_[id];
-    block.tick = tick;
     block.node = node_id;
     block.depth = node.end();
     block.holds = 1;
@@ -113,6 +114,7 @@ uint32_t RadixTree::Split(uint32_t node_id, uint32_t at) {
   head.KeepMarks(at);
   head.depth = tail.depth;
   tail.depth += at;
+  SplitHistories(&head, &tail);
   for (uint32_t id : head.ids) {
     Block& block = blocks_[id];
     block.node = head_id;
@@ -153,6 +155,7 @@ void RadixTree::MergeWithOnlyChild(uint32_t node_id) {
   Prepend(head.tokens, &tail.tokens);
   Prepend(head.ids, &tail.ids);
   tail.marks = std::move(head.marks);
+  MergeHistories(&head, &tail);
   AccountEdge(head, 1);
   AccountEdge(tail, 1);
   tail.depth = head.depth;
@@ -212,7 +215,7 @@ void RadixTree::ReplaceChild(uint32_t old_child, uint32_t new_child) {
 
 // REQUIRES: the node is not linked any more.
 void RadixTree::FreeNode(uint32_t node_id) {
-  for (VictimHeap& heap : heaps_) heap.Remove(node_id);
+  for (VictimQueues& queues : victims_) queues.Remove(node_id);
   AccountEdge(nodes_[node_id], -1);
   nodes_.Free(node_id);
 }
@@ -278,38 +281,72 @@ void RadixTree::Refresh(uint32_t node_id) {
 void RadixTree::RefreshTier(uint32_t node_id, int tier) {
   Node& node = nodes_[node_id];
   if (node.resident[tier] == 0 || node.below[tier] > 0) {
-    heaps_[tier].Remove(node_id);
+    victims_[tier].Remove(node_id);
     return;
   }
   const Block& last = blocks_[LastResident(&node, tier)];
   if (last.holds > 0) {
-    heaps_[tier].Remove(node_id);
-  } else {
-    heaps_[tier].Set(node_id, VictimRank{last.tick, last.slot[tier]});
+    victims_[tier].Remove(node_id);
+    return;
   }
+  const History& history = node.runs.At(last.depth);
+  victims_[tier].Set(node_id, history.queue, VictimRank{policy_->RankOf(history), last.slot[tier]});
 }
 
-// The block that leaves the tier first, or kNone: where there is none, or too many condemned ones are colder. Touching
-// and leasing do not move entries, so a rank may be too low, never too high: an entry is brought up to date when it comes
-// to the top.
-uint32_t RadixTree::ColdestVictim(int tier) {
-  VictimHeap& heap = heaps_[tier];
+// The node whose last blocks leave the tier first, or kNone: where there is none, or too many condemned ones come before
+// it. Leasing does not move entries, so what is held is found out here.
+uint32_t RadixTree::ChooseVictim(int tier) {
+  VictimQueues& queues = victims_[tier];
   uint32_t passed = 0;
-  while (!heap.empty() && passed < limits_.slice_blocks) {
-    const uint32_t node_id = heap.top_node();
+  while (passed < limits_.slice_blocks) {
+    const uint32_t node_id = policy_->Choose(queues, tier, last_tick_);
+    if (node_id == kNone) break;
     if (IsCondemned(node_id)) {
-      heap.Remove(node_id);
+      queues.Remove(node_id);
       ++passed;
       ++steps_;
       continue;
     }
-    const uint32_t id = LastResident(&nodes_[node_id], tier);
-    const Block& block = blocks_[id];
-    const VictimRank rank{block.tick, block.slot[tier]};
-    if (block.holds == 0 && !(heap.top_rank() < rank)) return id;
-    RefreshTier(node_id, tier);
+    Node& node = nodes_[node_id];
+    const Block& last = blocks_[LastResident(&node, tier)];
+    if (last.holds > 0) {
+      queues.Remove(node_id);
+      continue;
+    }
+    const uint32_t begin = node.runs.BeginOf(last.depth, node.depth);
+    History history = node.runs.At(last.depth);
+    if (!policy_->Spares(&history, Samples(begin, history.end))) return node_id;
+    node.runs.Update(node.depth, begin, history.end, [&](const History&, uint32_t, uint32_t) { return history; });
+    Refresh(node_id);
+    ++steps_;
   }
   return kNone;
+}
+
+// Takes blocks of the node from its last one up, as far as they have one history and nobody holds them. Where another
+// node is as good, one block: then the slots decide.
+void RadixTree::TakeRun(uint32_t node_id, int tier, size_t limit, Ids* victims) {
+  Node& node = nodes_[node_id];
+  const uint32_t last_depth = blocks_[LastResident(&node, tier)].depth;
+  const History history = node.runs.At(last_depth);
+  const uint32_t begin = node.runs.BeginOf(last_depth, node.depth);
+  const bool was_occupied = node.occupied(tier);
+  victims_[tier].Remove(node_id);
+  const QueueEnd rival = victims_[tier].First(history.queue);
+  if (rival.node != kNone && rival.rank == policy_->RankOf(history)) limit = 1;
+  for (uint32_t depth = last_depth + 1; depth > begin && limit > 0; --depth) {
+    const uint32_t id = node.ids[depth - 1 - node.depth];
+    Block& block = blocks_[id];
+    if (!block.resident(tier)) continue;
+    if (block.holds > 0) break;
+    block.leaving |= 1u << tier;
+    --node.resident[tier];
+    --limit;
+    ++steps_;
+    victims->push_back(id);
+  }
+  Propagate(node_id, tier, was_occupied);
+  RefreshTier(node_id, tier);
 }
 
 }  // namespace kvstore

@@ -1,0 +1,106 @@
+// Which run of blocks leaves a tier next: the interface of eviction policies, and what a tree remembers for them.
+//
+// A run is a stretch of an edge with one history: the same requests touched all of its blocks. A policy gives each run
+// a queue and, within it, a rank; the tree keeps, for each tier, the runs whose last block may leave in these queues,
+// and asks the policy to choose among their ends. So evicting costs O(log runs) for each run, whatever its length.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "pool.h"
+
+namespace kvstore {
+
+constexpr unsigned kTickBits = 48;  // of microseconds: 8.9 years
+constexpr uint64_t kTickMax = (uint64_t{1} << kTickBits) - 1;
+
+// What a policy remembers of a run.
+struct History {
+  uint64_t tick = 0;      // of the last access, in microseconds; a policy may give it another meaning
+  float gap = -1;         // smoothed seconds between accesses, below 0 while there was one access only
+  float weight = 0;       // what the run counts for in the policy's statistics, for each sample
+  uint16_t accesses = 0;  // saturates
+  uint16_t queue = 0;
+  uint32_t end = 0;       // the tree's: the depth behind the last block of the run. Not compared.
+
+  bool operator==(const History& other) const {
+    return tick == other.tick && gap == other.gap && weight == other.weight && accesses == other.accesses &&
+           queue == other.queue;
+  }
+};
+static_assert(sizeof(History) == 24, "the budget of memory counts on it");
+
+// A request, as far as a policy needs it: when, how long its prompt is, and how much of it had been seen before.
+struct Access {
+  uint64_t tick;
+  uint32_t prompt_blocks;
+  uint32_t known_blocks;
+};
+
+// What somebody who knows tells about the next use of a prompt.
+struct Hint {
+  uint64_t tick;    // when it was told
+  bool ended;       // there will be none
+  double seconds;   // until it, where there will be one
+};
+
+// A candidate at an end of a queue.
+struct QueueEnd {
+  uint32_t node = kNone;  // kNone: the queue is empty
+  uint64_t rank = 0;
+};
+
+// The candidates of one tier, as a policy sees them.
+class Candidates {
+ public:
+  virtual ~Candidates() = default;
+  virtual const std::vector<uint16_t>& open_queues() const = 0;  // those with a candidate, in no order
+  virtual QueueEnd First(uint16_t queue) const = 0;              // of the lowest rank
+  virtual QueueEnd Last(uint16_t queue) const = 0;               // of the highest rank
+  virtual uint64_t Version(uint16_t queue) const = 0;            // grows whenever an end may have changed
+};
+
+// `samples` is how many of a run's blocks count in statistics: one for each kSampleTokens tokens of a prefix, so that
+// what a policy learns does not depend on the size of blocks.
+class EvictionPolicy {
+ public:
+  static constexpr uint32_t kSampleTokens = 128;
+
+  virtual ~EvictionPolicy() = default;
+
+  // The history of blocks that nobody remembers.
+  virtual History Born(const Access& access, uint32_t samples) = 0;
+  // The same blocks, still in the tree, are touched by another request.
+  virtual History Accessed(const History& before, const Access& access, uint32_t samples) = 0;
+  // The same blocks come back after they had left the tree.
+  virtual History Revived(const History& before, const Access& access, uint32_t samples) = 0;
+  // The request that touched them last goes on, and more of it is known now: no further access.
+  virtual History Renewed(const History& before, const Access& access, uint32_t samples) = 0;
+  virtual History Hinted(const History& before, const Hint&, uint32_t) { return before; }
+  // They leave the tree.
+  virtual void Left(const History&, uint32_t) {}
+  // Nothing will be heard of them any more.
+  virtual void Forgotten(const History&, uint64_t /*now*/, uint32_t) {}
+
+  // How many samples are remembered after they left, for each one in the tree.
+  virtual double ghost_ratio() const { return 0; }
+  // The order of runs within a queue: the lowest goes first.
+  virtual uint64_t RankOf(const History& history) const = 0;
+  // The node whose last run goes first, or kNone where there is none.
+  virtual uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) = 0;
+  // Before a run leaves: true where it stays after all, with another history.
+  virtual bool Spares(History*, uint32_t) { return false; }
+  // What a block is worth now; the lowest goes first. Comparable between trees of one policy.
+  virtual double ValueOf(const History& history, uint64_t now) const = 0;
+
+  virtual size_t bytes() const = 0;
+};
+
+// Throws std::invalid_argument for a name that is not in PolicyNames().
+std::unique_ptr<EvictionPolicy> MakePolicy(const std::string& name, uint32_t block_tokens);
+const std::vector<std::string>& PolicyNames();
+
+}  // namespace kvstore

@@ -1,0 +1,365 @@
+#include "survival.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace kvstore {
+
+namespace {
+
+constexpr double kAgeRatio = 1.5;
+constexpr double kTicksPerSecond = 1e6;
+constexpr double kUnitTokens = 512;
+constexpr size_t kCohortsMax = 48;
+constexpr double kFadeWeight = 16384;  // ended lives of a queue, after which old ones count half
+
+// Uses that are taken for granted at the hazard of the next larger group, until a queue has its own.
+constexpr double kPriorUses = 2;
+constexpr double kPriorRiskUses = 30;
+constexpr double kPriorQueueUses = 100;
+constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
+constexpr int kRefreshesPerRequest = 2;
+
+struct AgeScale {
+  Bins edge{};
+  Bins width{};
+
+  AgeScale() {
+    for (int bin = 1; bin < kAgeBins; ++bin) edge[bin] = std::pow(kAgeRatio, bin - 1);
+    for (int bin = 0; bin + 1 < kAgeBins; ++bin) width[bin] = edge[bin + 1] - edge[bin];
+    width[kAgeBins - 1] = edge[kAgeBins - 1] * (kAgeRatio - 1);
+  }
+};
+const AgeScale kScale;
+
+double SecondsBetween(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) / kTicksPerSecond : 0; }
+
+int PowerOfTwo(double value, int limit) { return std::min(limit, std::max(0, std::ilogb(value))); }
+
+}  // namespace
+
+int AgeBin(double seconds) {
+  const auto next = std::upper_bound(kScale.edge.begin(), kScale.edge.end(), seconds);
+  return std::max(0, static_cast<int>(next - kScale.edge.begin()) - 1);
+}
+
+// ---- life tables ----
+
+void LifeTable::Begin(uint64_t tick, double weight) {
+  if (cohorts_.empty() || tick > cohorts_.back().first_tick) {
+    cohorts_.push_back(Cohort{tick, static_cast<double>(tick), weight});
+    if (cohorts_.size() > kCohortsMax) MergeCohorts();
+    return;
+  }
+  cohorts_.back().weight += weight;
+}
+
+void LifeTable::EndByUse(uint64_t born, uint64_t now, double weight) {
+  uses_[AgeBin(SecondsBetween(born, now))] += weight;
+  End(born, now, weight);
+}
+
+void LifeTable::EndUnused(uint64_t born, uint64_t now, double weight) { End(born, now, weight); }
+
+void LifeTable::End(uint64_t born, uint64_t now, double weight) {
+  const auto after = std::upper_bound(cohorts_.begin(), cohorts_.end(), born,
+                                      [](uint64_t tick, const Cohort& cohort) { return tick < cohort.first_tick; });
+  if (after != cohorts_.begin()) {
+    Cohort& cohort = *(after - 1);
+    cohort.weight = std::max(0.0, cohort.weight - weight);
+  }
+  const double age = SecondsBetween(born, now);
+  ends_[AgeBin(age)] += weight;
+  ended_age_[AgeBin(age)] += age * weight;
+  ended_weight_ += weight;
+  if (ended_weight_ > kFadeWeight) Fade();
+}
+
+// Joins the two neighbours whose ages differ least in proportion; empty ones first.
+void LifeTable::MergeCohorts() {
+  const double now = cohorts_.back().mean_tick;
+  size_t best = 0;
+  double best_ratio = std::numeric_limits<double>::infinity();
+  for (size_t at = 0; at + 2 < cohorts_.size(); ++at) {
+    const bool is_empty = cohorts_[at].weight <= 0 || cohorts_[at + 1].weight <= 0;
+    const double ratio = is_empty ? 0 : (now - cohorts_[at].mean_tick) / (now - cohorts_[at + 1].mean_tick);
+    if (ratio < best_ratio) {
+      best_ratio = ratio;
+      best = at;
+    }
+  }
+  Cohort& kept = cohorts_[best];
+  const Cohort& joined = cohorts_[best + 1];
+  const double weight = kept.weight + joined.weight;
+  if (weight > 0) kept.mean_tick += (joined.mean_tick - kept.mean_tick) * joined.weight / weight;
+  kept.weight = weight;
+  cohorts_.erase(cohorts_.begin() + static_cast<std::ptrdiff_t>(best) + 1);
+}
+
+void LifeTable::Fade() {
+  for (Bins* bins : {&uses_, &ends_, &ended_age_}) {
+    for (double& value : *bins) value /= 2;
+  }
+  ended_weight_ /= 2;
+}
+
+void LifeTable::Sum(uint64_t now, Bins* uses, Bins* exposure) const {
+  *uses = uses_;
+  Bins ends = ends_;
+  Bins age_sum = ended_age_;
+  for (const Cohort& cohort : cohorts_) {
+    const double age = std::max(0.0, (static_cast<double>(now) - cohort.mean_tick) / kTicksPerSecond);
+    const int bin = AgeBin(age);
+    ends[bin] += cohort.weight;
+    age_sum[bin] += age * cohort.weight;
+  }
+  double later = 0;
+  for (int bin = kAgeBins - 1; bin >= 0; --bin) {
+    (*exposure)[bin] = later * kScale.width[bin] + std::max(0.0, age_sum[bin] - kScale.edge[bin] * ends[bin]);
+    later += ends[bin];
+  }
+}
+
+size_t LifeTable::bytes() const { return sizeof(*this) + cohorts_.capacity() * sizeof(Cohort); }
+
+// ---- histories ----
+
+SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens)
+    : block_units_(block_tokens / kUnitTokens), queues_(static_cast<size_t>(kKinds) * kNews), kinds_(kKinds) {
+  for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
+}
+
+uint16_t SurvivalPolicy::QueueOf(uint16_t accesses, float gap, const Access& access) const {
+  const uint32_t new_blocks = access.prompt_blocks - std::min(access.prompt_blocks, access.known_blocks);
+  const int news = PowerOfTwo(new_blocks * block_units_ + 1, kNews - 1);
+  int kind = kKindSeenOnce;
+  if (accesses > 1) {
+    const int count = std::min(kCounts - 1, static_cast<int>(2 * std::log2(static_cast<double>(accesses))) - 2);
+    const int gaps = std::min(kGaps - 1, static_cast<int>(0.7 * std::log2(static_cast<double>(gap) + 1)));
+    kind = 1 + count * kGaps + gaps;
+  }
+  return static_cast<uint16_t>(kind * kNews + news);
+}
+
+History SurvivalPolicy::Begin(History history, uint32_t samples) {
+  Open(history.queue).lives.Begin(history.tick, static_cast<double>(history.weight) * samples);
+  RefreshNext(history.tick);
+  return history;
+}
+
+History SurvivalPolicy::Born(const Access& access, uint32_t samples) {
+  History history;
+  history.tick = access.tick;
+  history.accesses = 1;
+  history.queue = QueueOf(1, -1, access);
+  // A long prompt is many blocks but one event: its blocks count for less.
+  history.weight = static_cast<float>(kSampleTokens / kUnitTokens / std::sqrt(std::max(0.25, access.prompt_blocks * block_units_)));
+  return Begin(history, samples);
+}
+
+History SurvivalPolicy::Accessed(const History& before, const Access& access, uint32_t samples) {
+  const double seconds = SecondsBetween(before.tick, access.tick);
+  Open(before.queue).lives.EndByUse(before.tick, access.tick, static_cast<double>(before.weight) * samples);
+  History history = before;
+  history.tick = std::max(before.tick, access.tick);
+  history.gap = static_cast<float>(before.gap < 0 ? seconds : (before.gap + seconds) / 2);
+  if (history.accesses < UINT16_MAX) ++history.accesses;
+  history.queue = QueueOf(history.accesses, history.gap, access);
+  history.weight = static_cast<float>(kSampleTokens / kUnitTokens / std::sqrt(std::max(0.25, access.prompt_blocks * block_units_)));
+  return Begin(history, samples);
+}
+
+History SurvivalPolicy::Revived(const History& before, const Access& access, uint32_t samples) {
+  return Accessed(before, access, samples);
+}
+
+History SurvivalPolicy::Renewed(const History& before, const Access& access, uint32_t samples) {
+  Open(before.queue).lives.EndUnused(before.tick, access.tick, static_cast<double>(before.weight) * samples);
+  History history = before;
+  history.tick = std::max(before.tick, access.tick);
+  history.queue = QueueOf(history.accesses, history.gap, access);
+  return Begin(history, samples);
+}
+
+History SurvivalPolicy::Hinted(const History& before, const Hint& hint, uint32_t samples) {
+  Open(before.queue).lives.EndUnused(before.tick, hint.tick, static_cast<double>(before.weight) * samples);
+  const int kind = hint.ended ? kKindEnded : kKindExpected + PowerOfTwo(hint.seconds + 1, kExpected - 1);
+  History history = before;
+  history.tick = std::max(before.tick, hint.tick);
+  history.queue = static_cast<uint16_t>(kind * kNews);
+  return Begin(history, samples);
+}
+
+void SurvivalPolicy::Forgotten(const History& history, uint64_t now, uint32_t samples) {
+  Open(history.queue).lives.EndUnused(history.tick, now, static_cast<double>(history.weight) * samples);
+}
+
+// ---- what the tables tell ----
+
+int SurvivalPolicy::GroupOf(int kind) {
+  if (kind == kKindSeenOnce) return 0;
+  if (kind < kKindEnded) return 1 + (kind - 1) / kGaps;
+  return kind == kKindEnded ? kGroups - 2 : kGroups - 1;
+}
+
+int SurvivalPolicy::RiskGroupOf(int kind) {
+  if (kind >= kKindEnded) return kRiskGroups - 1;
+  return std::min(GroupOf(kind), kRiskGroups - 1);
+}
+
+SurvivalPolicy::Queue& SurvivalPolicy::Open(uint16_t queue) {
+  std::unique_ptr<Queue>& opened = queues_[queue];
+  if (!opened) {
+    opened = std::make_unique<Queue>();
+    opened_.push_back(queue);
+    Refresh(queue, refreshed_tick_);
+  }
+  return *opened;
+}
+
+// The tables move slowly, so a request pays for a few queues and not for all.
+void SurvivalPolicy::RefreshNext(uint64_t now) {
+  if (now == refreshed_tick_) return;
+  refreshed_tick_ = now;
+  for (int turn = 0; turn < kRefreshesPerRequest; ++turn) {
+    next_refresh_ = (next_refresh_ + 1) % opened_.size();
+    Refresh(opened_[next_refresh_], now);
+  }
+}
+
+// Brings the totals up to date with what the queue has seen since it was last looked at.
+void SurvivalPolicy::Recount(uint16_t queue, uint64_t now) {
+  Queue& own = *queues_[queue];
+  const int kind = KindOf(queue);
+  Bins uses;
+  Bins exposure;
+  own.lives.Sum(now, &uses, &exposure);
+  for (Totals* totals : {&all_, &groups_[static_cast<size_t>(GroupOf(kind))], &kinds_[static_cast<size_t>(kind)]}) {
+    for (int bin = 0; bin < kAgeBins; ++bin) {
+      totals->uses[bin] = std::max(0.0, totals->uses[bin] + uses[bin] - own.uses[bin]);
+      totals->exposure[bin] = std::max(0.0, totals->exposure[bin] + exposure[bin] - own.exposure[bin]);
+    }
+  }
+  own.uses = uses;
+  own.exposure = exposure;
+}
+
+double SurvivalPolicy::Prior(int kind, int bin, double general) const {
+  if (kind == kKindEnded) return kEndedRisk * general;
+  if (kind < kKindExpected) return general;
+  const double seconds = std::ldexp(1.0, kind - kKindExpected);
+  const double age = kScale.edge[bin] + kScale.width[bin] / 2;
+  return age < seconds / 2 || age > seconds * 4 ? general : std::max(general, 1 / seconds);
+}
+
+// Uses per second at each age, of blocks of one kind.
+Bins SurvivalPolicy::Hazards(int kind) const {
+  const Totals& group = groups_[static_cast<size_t>(GroupOf(kind))];
+  const Totals& own = kinds_[static_cast<size_t>(kind)];
+  double uses = 1;
+  double exposure = 1;
+  for (int bin = 0; bin < kAgeBins; ++bin) {
+    uses += all_.uses[bin];
+    exposure += all_.exposure[bin];
+  }
+  Bins hazards;
+  for (int bin = 0; bin < kAgeBins; ++bin) {
+    const double general = (all_.uses[bin] + 1) / (all_.exposure[bin] + exposure / uses);
+    const double prior = Prior(kind, bin, general);
+    const double shared = (group.uses[bin] + kPriorUses) / (group.exposure[bin] + kPriorUses / prior);
+    hazards[bin] = (own.uses[bin] + kPriorUses) / (own.exposure[bin] + kPriorUses / shared);
+  }
+  return hazards;
+}
+
+void SurvivalPolicy::Refresh(uint16_t queue, uint64_t now) {
+  Recount(queue, now);
+  Queue& own = *queues_[queue];
+  const Bins hazards = Hazards(KindOf(queue));
+  double uses = 0;
+  double expected = 0;
+  for (int bin = 0; bin < kAgeBins; ++bin) {
+    uses += own.uses[bin];
+    expected += own.exposure[bin] * hazards[bin];
+  }
+  // How much likelier this queue is used again than its kind; at first as much as others with as many new tokens.
+  const auto row = static_cast<size_t>(RiskGroupOf(KindOf(queue)));
+  const auto column = static_cast<size_t>(queue % kNews);
+  double& risk_expected = risk_expected_[row][column];
+  double& risk_uses = risk_uses_[row][column];
+  risk_expected = std::max(0.0, risk_expected + expected - own.expected_uses);
+  own.expected_uses = expected;
+  risk_uses = 0;
+  for (uint16_t other : opened_) {
+    if (other % kNews != queue % kNews || RiskGroupOf(KindOf(other)) != static_cast<int>(row)) continue;
+    for (double value : queues_[other]->uses) risk_uses += value;
+  }
+  const double shared = (risk_uses + kPriorRiskUses) / (risk_expected + kPriorRiskUses);
+  const double risk = (uses + kPriorQueueUses * shared) / (expected + kPriorQueueUses);
+  // Gittins: the best ratio of P(use) to expected time, over all ages at which to give up. Within a bin a life ends
+  // by a use with probability x / (1 + x), where x is what the hazard amounts to.
+  for (int from = 0; from < kAgeBins; ++from) {
+    double alive = 1;
+    double used = 0;
+    double time = 0;
+    double best = 0;
+    for (int bin = from; bin < kAgeBins; ++bin) {
+      const double width = bin == from ? kScale.width[bin] / 2 : kScale.width[bin];
+      const double share = 1 / (1 + hazards[bin] * risk * width);
+      used += alive * (1 - share);
+      time += alive * share * width;
+      alive *= share;
+      best = std::max(best, used / time);
+    }
+    own.index[static_cast<size_t>(from)] = static_cast<float>(best);
+  }
+}
+
+double SurvivalPolicy::IndexOf(uint16_t queue, double seconds) const {
+  const std::unique_ptr<Queue>& own = queues_[queue];
+  return own ? static_cast<double>(own->index[static_cast<size_t>(AgeBin(seconds))]) : 0;
+}
+
+double SurvivalPolicy::ValueOf(const History& history, uint64_t now) const {
+  return IndexOf(history.queue, SecondsBetween(history.tick, now));
+}
+
+// ---- choosing ----
+
+// The index rises and falls once at most over the ages in a queue, as good as always: its lowest is at one of the ends.
+SurvivalPolicy::Offer SurvivalPolicy::BestOf(const Candidates& candidates, uint16_t queue, uint64_t now) const {
+  const QueueEnd oldest = candidates.First(queue);
+  const QueueEnd newest = candidates.Last(queue);
+  const double of_oldest = IndexOf(queue, SecondsBetween(oldest.rank, now));
+  const double of_newest = IndexOf(queue, SecondsBetween(newest.rank, now));
+  Offer offer;
+  offer.version = candidates.Version(queue);
+  offer.node = of_newest < of_oldest ? newest.node : oldest.node;
+  offer.index = static_cast<float>(std::min(of_oldest, of_newest));
+  return offer;
+}
+
+uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t now) {
+  std::vector<Offer>& offers = offers_[tier];
+  if (offers_tick_[tier] != now) {
+    for (Offer& offer : offers) offer.version = 0;
+    offers_tick_[tier] = now;
+  }
+  const Offer* best = nullptr;
+  for (uint16_t queue : candidates.open_queues()) {
+    Offer& offer = offers[queue];
+    if (offer.version != candidates.Version(queue)) offer = BestOf(candidates, queue, now);
+    if (best == nullptr || offer.index < best->index) best = &offer;
+  }
+  return best == nullptr ? kNone : best->node;
+}
+
+size_t SurvivalPolicy::bytes() const {
+  size_t bytes = sizeof(*this) + queues_.size() * sizeof(queues_[0]) + kinds_.size() * sizeof(Totals) +
+                 2 * offers_[0].size() * sizeof(Offer) + opened_.capacity() * sizeof(uint16_t);
+  for (uint16_t queue : opened_) bytes += sizeof(Queue) + queues_[queue]->lives.bytes();
+  return bytes;
+}
+
+}  // namespace kvstore
