@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvstore.radix._core import _native
@@ -216,14 +217,20 @@ class RadixTree:
         """
         return self._native.victim_value(_index_of(tier), tick)
 
-    def take_victims(self, tier: Tier, limit: int) -> BlockIds:
+    def value_of(self, block_id: int, tick: int) -> float:
+        """What a block is worth; see `victim_value`."""
+        return self._native.value_of(block_id, tick)
+
+    def take_victims(self, tier: Tier, limit: int, worth: float = inf) -> BlockIds:
         """Take up to `limit` blocks that may leave `tier`, in the order of the policy.
+
+        Ends at the first one that is worth more than `worth`: what the blocks are worth for which room is made.
 
         A block may leave when it is unheld and nothing below it is in the tier, victims taken before it not counted.
         Blocks of one history go together, from the last one up; among equals of the policy the lowest slot goes first.
         Taken blocks stay readable and in use until `evict` is called for them, which the caller must do.
         """
-        return self._native.take_victims(_index_of(tier), limit)
+        return self._native.take_victims(_index_of(tier), limit, worth)
 
     def take_range(
         self, tier: Tier, first_slot: int, slot_count: int, first_id: int = 0

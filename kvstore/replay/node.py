@@ -12,6 +12,7 @@ took ten times as long.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,15 +80,16 @@ class Node:
     def _store(self, prompt: TokenArray) -> None:
         existing, path = self._tree.stage(_ROOT, prompt, 0, self._tick)
         missing = path[existing:]
-        slots = _allocate_with(self._host, missing.size, self._free_host)
+        worth = self._tree.value_of(int(path[-1]), self._tick) if missing.size and not self._has_disk else inf
+        slots = _allocate_with(self._host, missing.size, lambda wanted: self._free_host(wanted, worth))
         if slots.size < missing.size:
             self._settle(self._tree.drop(missing[slots.size :]))
         self._tree.place(missing[: slots.size], Tier.HOST, slots)
         self._settle(self._tree.release(path))
 
-    def _free_host(self, wanted: int) -> bool:
+    def _free_host(self, wanted: int, worth: float) -> bool:
         """Let some blocks leave host memory; false if none could."""
-        victims = self._tree.take_victims(Tier.HOST, wanted)
+        victims = self._tree.take_victims(Tier.HOST, wanted, worth)
         if self._has_disk:
             alone = victims[self._tree.slots(victims, Tier.DISK) == NO_SLOT]
             self._copy_to_disk(alone[::-1].copy())

@@ -156,9 +156,12 @@ void BindTree(nb::module_& module) {
            },
            "ids"_a.noconvert(), "tier"_a, "slots"_a.noconvert())
       .def("victim_value", &RadixTree::VictimValue, "tier"_a, "tick"_a)
+      .def("value_of", &RadixTree::ValueOf, "block_id"_a, "tick"_a)
       .def("take_victims",
-           [](RadixTree& tree, int64_t tier, int64_t limit) { return IdsToNumpy(tree.TakeVictims(tier, limit)); },
-           "tier"_a, "limit"_a)
+           [](RadixTree& tree, int64_t tier, int64_t limit, double worth) {
+             return IdsToNumpy(tree.TakeVictims(tier, limit, worth));
+           },
+           "tier"_a, "limit"_a, "worth"_a)
       .def("take_range",
            [](RadixTree& tree, int64_t tier, int64_t first_slot, int64_t slot_count, int64_t first_id) {
              return SliceToPython(tree.TakeRange(tier, first_slot, slot_count, first_id));

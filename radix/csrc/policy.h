@@ -67,7 +67,7 @@ class Candidates {
 // what a policy learns does not depend on the size of blocks.
 class EvictionPolicy {
  public:
-  static constexpr uint32_t kSampleTokens = 128;
+  static constexpr uint32_t kSampleTokens = 64;
 
   virtual ~EvictionPolicy() = default;
 

@@ -12,6 +12,7 @@ namespace kvstore {
 
 namespace {
 
+constexpr double kNearlyEqual = 1.01;
 constexpr size_t kCompareBytes = 4096;  // what one memcmp spans while a prompt still agrees with an edge
 constexpr size_t kRootEntryBytes = 56;  // a node and a bucket of the map of roots
 constexpr size_t kDetachedEntryBytes = 112;  // the same of the map of detached blocks
@@ -179,17 +180,25 @@ std::optional<double> RadixTree::VictimValue(int64_t tier, uint64_t tick) {
   last_tick_ = std::max(last_tick_, tick);
   const uint32_t node_id = ChooseVictim(index);
   if (node_id == kNone) return std::nullopt;
-  Node& node = nodes_[node_id];
-  return policy_->ValueOf(node.runs.At(blocks_[LastResident(&node, index)].depth), last_tick_);
+  return NextVictimValue(node_id, index);
 }
 
-Ids RadixTree::TakeVictims(int64_t tier, int64_t limit) {
+double RadixTree::ValueOf(uint32_t id, uint64_t tick) {
+  CheckTick(tick);
+  CheckIds(IdSpan{&id, 1});
+  last_tick_ = std::max(last_tick_, tick);
+  const Block& block = blocks_[id];
+  if (block.state != BlockState::kAttached) return 0;
+  return policy_->ValueOf(nodes_[block.node].runs.At(block.depth), last_tick_);
+}
+
+Ids RadixTree::TakeVictims(int64_t tier, int64_t limit, double worth) {
   const int index = CheckTier(tier);
   const size_t limit_blocks = CheckLimit(limit);
   Ids victims;
   while (victims.size() < limit_blocks) {
     const uint32_t node_id = ChooseVictim(index);
-    if (node_id == kNone) break;
+    if (node_id == kNone || NextVictimValue(node_id, index) > worth * kNearlyEqual) break;
     TakeRun(node_id, index, limit_blocks - victims.size(), &victims);
   }
   return victims;

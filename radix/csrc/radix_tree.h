@@ -118,7 +118,9 @@ class RadixTree {
 
   // What the block that leaves the tier first is worth at `tick`; see EvictionPolicy::ValueOf.
   std::optional<double> VictimValue(int64_t tier, uint64_t tick);
-  Ids TakeVictims(int64_t tier, int64_t limit);
+  double ValueOf(uint32_t id, uint64_t tick);  // of a block in the tree
+  // Up to `limit` victims; none that is worth more than `worth`, but for a hundredth.
+  Ids TakeVictims(int64_t tier, int64_t limit, double worth);
   Slice TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count, int64_t first_id = 0);
   Removed Evict(IdSpan ids, int64_t tier);
 
@@ -250,6 +252,7 @@ class RadixTree {
   void Refresh(uint32_t node_id);
   void RefreshTier(uint32_t node_id, int tier);
   uint32_t ChooseVictim(int tier);
+  double NextVictimValue(uint32_t node_id, int tier);
   void TakeRun(uint32_t node_id, int tier, size_t limit, Ids* victims);
 
   // Keys.

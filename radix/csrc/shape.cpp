@@ -323,6 +323,11 @@ uint32_t RadixTree::ChooseVictim(int tier) {
   return kNone;
 }
 
+double RadixTree::NextVictimValue(uint32_t node_id, int tier) {
+  Node& node = nodes_[node_id];
+  return policy_->ValueOf(node.runs.At(blocks_[LastResident(&node, tier)].depth), last_tick_);
+}
+
 // Takes blocks of the node from its last one up, as far as they have one history and nobody holds them. Where another
 // node is as good, one block: then the slots decide.
 void RadixTree::TakeRun(uint32_t node_id, int tier, size_t limit, Ids* victims) {

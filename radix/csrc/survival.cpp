@@ -14,9 +14,12 @@ constexpr double kUnitTokens = 512;
 constexpr size_t kCohortsMax = 48;
 constexpr double kFadeWeight = 16384;  // ended lives of a queue, after which old ones count half
 
+constexpr double kPromptUnitsMin = 0.25;
+constexpr double kPromptDamping = 0.4;
+
 // Uses that are taken for granted at the hazard of the next larger group, until a queue has its own.
-constexpr double kPriorUses = 2;
-constexpr double kPriorRiskUses = 30;
+constexpr double kPriorUses = 0.7;
+constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
 constexpr int kRefreshesPerRequest = 2;
@@ -126,7 +129,9 @@ size_t LifeTable::bytes() const { return sizeof(*this) + cohorts_.capacity() * s
 // ---- histories ----
 
 SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens)
-    : block_units_(block_tokens / kUnitTokens), queues_(static_cast<size_t>(kKinds) * kNews), kinds_(kKinds) {
+    : block_units_(block_tokens / kUnitTokens),
+      sample_units_(std::max(kSampleTokens, block_tokens) / kUnitTokens),
+      queues_(static_cast<size_t>(kKinds) * kNews), kinds_(kKinds) {
   for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
 }
 
@@ -142,6 +147,12 @@ uint16_t SurvivalPolicy::QueueOf(uint16_t accesses, float gap, const Access& acc
   return static_cast<uint16_t>(kind * kNews + news);
 }
 
+// A long prompt is many blocks but one event: each of its blocks counts for less.
+float SurvivalPolicy::WeightOf(const Access& access) const {
+  const double prompt_units = std::max(kPromptUnitsMin, access.prompt_blocks * block_units_);
+  return static_cast<float>(sample_units_ * std::pow(prompt_units, -kPromptDamping));
+}
+
 History SurvivalPolicy::Begin(History history, uint32_t samples) {
   Open(history.queue).lives.Begin(history.tick, static_cast<double>(history.weight) * samples);
   RefreshNext(history.tick);
@@ -153,8 +164,7 @@ History SurvivalPolicy::Born(const Access& access, uint32_t samples) {
   history.tick = access.tick;
   history.accesses = 1;
   history.queue = QueueOf(1, -1, access);
-  // A long prompt is many blocks but one event: its blocks count for less.
-  history.weight = static_cast<float>(kSampleTokens / kUnitTokens / std::sqrt(std::max(0.25, access.prompt_blocks * block_units_)));
+  history.weight = WeightOf(access);
   return Begin(history, samples);
 }
 
@@ -166,7 +176,7 @@ History SurvivalPolicy::Accessed(const History& before, const Access& access, ui
   history.gap = static_cast<float>(before.gap < 0 ? seconds : (before.gap + seconds) / 2);
   if (history.accesses < UINT16_MAX) ++history.accesses;
   history.queue = QueueOf(history.accesses, history.gap, access);
-  history.weight = static_cast<float>(kSampleTokens / kUnitTokens / std::sqrt(std::max(0.25, access.prompt_blocks * block_units_)));
+  history.weight = WeightOf(access);
   return Begin(history, samples);
 }
 
@@ -290,11 +300,8 @@ void SurvivalPolicy::Refresh(uint16_t queue, uint64_t now) {
   double& risk_uses = risk_uses_[row][column];
   risk_expected = std::max(0.0, risk_expected + expected - own.expected_uses);
   own.expected_uses = expected;
-  risk_uses = 0;
-  for (uint16_t other : opened_) {
-    if (other % kNews != queue % kNews || RiskGroupOf(KindOf(other)) != static_cast<int>(row)) continue;
-    for (double value : queues_[other]->uses) risk_uses += value;
-  }
+  risk_uses = std::max(0.0, risk_uses + uses - own.total_uses);
+  own.total_uses = uses;
   const double shared = (risk_uses + kPriorRiskUses) / (risk_expected + kPriorRiskUses);
   const double risk = (uses + kPriorQueueUses * shared) / (expected + kPriorQueueUses);
   // Gittins: the best ratio of P(use) to expected time, over all ages at which to give up. Within a bin a life ends

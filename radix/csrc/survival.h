@@ -90,6 +90,7 @@ class SurvivalPolicy : public EvictionPolicy {
     LifeTable lives;
     Bins uses{};
     Bins exposure{};
+    double total_uses = 0;
     double expected_uses = 0;
     std::array<float, kAgeBins> index{};
   };
@@ -110,6 +111,7 @@ class SurvivalPolicy : public EvictionPolicy {
   static int GroupOf(int kind);
   static int RiskGroupOf(int kind);
   uint16_t QueueOf(uint16_t accesses, float gap, const Access& access) const;
+  float WeightOf(const Access& access) const;
   History Begin(History history, uint32_t samples);
   Queue& Open(uint16_t queue);
   void RefreshNext(uint64_t now);
@@ -119,7 +121,8 @@ class SurvivalPolicy : public EvictionPolicy {
   double Prior(int kind, int bin, double general) const;
   Offer BestOf(const Candidates& candidates, uint16_t queue, uint64_t now) const;
 
-  const double block_units_;  // of 512 tokens
+  const double block_units_;   // of 512 tokens
+  const double sample_units_;
   std::vector<std::unique_ptr<Queue>> queues_;
   std::vector<uint16_t> opened_;
   size_t next_refresh_ = 0;
