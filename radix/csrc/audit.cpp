@@ -144,13 +144,17 @@ class RadixTree::Audit {
   void CheckHistories(uint32_t node_id) {
     const Node& node = tree_.nodes_[node_id];
     Expect(HasRuns(node), "the histories of a node are of other blocks", node_id);
-    const uint32_t samples = tree_.Samples(node.depth, node.end());
-    samples_seen_ += samples;
     if (!tree_.remembers_) return;
-    Expect(node.fingerprints.size() == samples, "fingerprints are miscounted", node_id);
-    const uint64_t before = tree_.nodes_[node.parent].end_fingerprint;
-    const uint64_t end = tree_.FingerprintThrough(before, node.tokens.data(), node.block_count());
-    Expect(end == node.end_fingerprint, "a fingerprint is wrong", node_id);
+    Expect(node.fingerprints.size() == Fingerprints(node.depth, node.end()), "fingerprints are miscounted", node_id);
+    const Node& parent = tree_.nodes_[node.parent];
+    Expect(is_condemned_ || tree_.FingerprintAt(parent, parent.block_count()) == node.start_fingerprint, "a node has another fingerprint than its parent", node_id);
+    uint64_t fingerprint = node.start_fingerprint;
+    size_t kept = 0;
+    for (uint32_t at = 0; at < node.block_count() && kept < node.fingerprints.size(); ++at) {
+      fingerprint = tree_.FingerprintThrough(fingerprint, node.tokens.data() + static_cast<size_t>(at) * tree_.block_tokens_, 1);
+      if ((node.depth + at + 1) % kFingerprintBlocks != 0) continue;
+      Expect(fingerprint == node.fingerprints[kept++], "a fingerprint is wrong", node_id);
+    }
   }
 
   // Returns the key of the node's last block, made from scratch.
@@ -252,7 +256,6 @@ class RadixTree::Audit {
     Expect(attached_seen_ == tree_.block_count(), "blocks cannot be reached from a root", attached_seen_);
     Expect(nodes_seen_ == tree_.nodes_.used(), "nodes cannot be reached from a root", nodes_seen_);
     Expect(tree_.children_.size() == tree_.node_count(), "the table has other entries than nodes", nodes_seen_);
-    Expect(samples_seen_ == tree_.samples_, "samples are miscounted", samples_seen_);
     Expect(edge_bytes_ == tree_.edge_bytes_, "the bytes of edges are miscounted", nodes_seen_);
     for (int tier = 0; tier < kTierCount; ++tier) {
       const VictimQueues& queues = tree_.victims_[tier];
@@ -272,7 +275,6 @@ class RadixTree::Audit {
   uint32_t victims_seen_[kTierCount] = {0, 0};
   uint32_t tier_blocks_[kTierCount] = {0, 0};
   size_t edge_bytes_ = 0;
-  uint32_t samples_seen_ = 0;
 };
 
 std::vector<std::string> RadixTree::CheckIntegrity() const {

@@ -1,6 +1,6 @@
 // Histories of blocks that left the tree, by a fingerprint of their prefix; bounded in number, the oldest go first.
 //
-// One block stands for each kSampleTokens tokens of a prefix. When there are more ghosts than there may be, only
+// When there are more ghosts than there may be, only
 // fingerprints with one more zero bit are kept from then on, so that the time they reach back does not shrink.
 #pragma once
 
@@ -20,6 +20,7 @@ class Ghosts {
  public:
   static constexpr size_t kGhostsMax = 1u << 16;
 
+  bool empty() const { return histories_.empty(); }
   size_t size() const { return histories_.size(); }
   size_t bytes() const { return histories_.size() * kEntryBytes + order_.size() * sizeof(order_[0]); }
 
@@ -44,6 +45,7 @@ class Ghosts {
 
   // Takes the history of this prefix out.
   std::optional<History> Take(uint64_t fingerprint) {
+    if (IsThinned(fingerprint)) return std::nullopt;
     const auto found = histories_.find(fingerprint);
     if (found == histories_.end()) return std::nullopt;
     const History history = found->second.history;

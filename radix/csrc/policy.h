@@ -21,7 +21,7 @@ constexpr uint64_t kTickMax = (uint64_t{1} << kTickBits) - 1;
 struct History {
   uint64_t tick = 0;      // of the last access, in microseconds; a policy may give it another meaning
   float gap = -1;         // smoothed seconds between accesses, below 0 while there was one access only
-  float weight = 0;       // what the run counts for in the policy's statistics, for each sample
+  float weight = 0;       // what each block counts for in the policy's statistics
   uint16_t accesses = 0;  // saturates
   uint16_t queue = 0;
   uint32_t end = 0;       // the tree's: the depth behind the last block of the run. Not compared.
@@ -63,29 +63,26 @@ class Candidates {
   virtual uint64_t Version(uint16_t queue) const = 0;            // grows whenever an end may have changed
 };
 
-// `samples` is how many of a run's blocks count in statistics: one for each kSampleTokens tokens of a prefix, so that
-// what a policy learns does not depend on the size of blocks.
+// `blocks` is the length of a run.
 class EvictionPolicy {
  public:
-  static constexpr uint32_t kSampleTokens = 64;
-
   virtual ~EvictionPolicy() = default;
 
   // The history of blocks that nobody remembers.
-  virtual History Born(const Access& access, uint32_t samples) = 0;
+  virtual History Born(const Access& access, uint32_t blocks) = 0;
   // The same blocks, still in the tree, are touched by another request.
-  virtual History Accessed(const History& before, const Access& access, uint32_t samples) = 0;
-  // The same blocks come back after they had left the tree.
-  virtual History Revived(const History& before, const Access& access, uint32_t samples) = 0;
+  virtual History Accessed(const History& before, const Access& access, uint32_t blocks) = 0;
+  // The same blocks come back after they had left the tree. `remembered` of them were not forgotten meanwhile.
+  virtual History Revived(const History& before, const Access& access, uint32_t remembered, uint32_t blocks) = 0;
   // The request that touched them last goes on, and more of it is known now: no further access.
-  virtual History Renewed(const History& before, const Access& access, uint32_t samples) = 0;
+  virtual History Renewed(const History& before, const Access& access, uint32_t blocks) = 0;
   virtual History Hinted(const History& before, const Hint&, uint32_t) { return before; }
   // They leave the tree.
   virtual void Left(const History&, uint32_t) {}
   // Nothing will be heard of them any more.
   virtual void Forgotten(const History&, uint64_t /*now*/, uint32_t) {}
 
-  // How many samples are remembered after they left, for each one in the tree.
+  // How many blocks are remembered after they left, for each one in the tree.
   virtual double ghost_ratio() const { return 0; }
   // The order of runs within a queue: the lowest goes first.
   virtual uint64_t RankOf(const History& history) const = 0;

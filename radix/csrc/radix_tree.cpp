@@ -41,7 +41,6 @@ RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_
       roots_(0, KeyHash{hash_seed}),
       policy_(MakePolicy(policy, block_tokens)),
       remembers_(policy_->ghost_ratio() > 0),
-      sample_blocks_(std::max(1u, EvictionPolicy::kSampleTokens / std::max(1u, block_tokens))),
       victims_{VictimQueues(&nodes_, 0), VictimQueues(&nodes_, 1)} {
   if (block_tokens == 0) throw std::invalid_argument("block_tokens is 0, expected at least 1");
   if (hash_bits > 32) throw std::invalid_argument("hash_bits is above 32");

@@ -167,11 +167,17 @@ class RadixTree {
     uint32_t depth = 0;
   };
 
+  // What is remembered of a block that is not in the tree.
+  struct Ghost {
+    uint32_t depth;
+    History history;
+  };
+
   // What blocks from depth `begin` on will be given when they are inserted.
   struct Births {
     uint32_t begin = 0;
     Runs runs;
-    std::vector<uint64_t> fingerprints;  // of the samples among them
+    std::vector<uint64_t> fingerprints;  // as those of a node
   };
 
   // Arguments.
@@ -232,11 +238,14 @@ class RadixTree {
                       Ids* ids) const;
 
   // Histories; in history.cpp.
-  uint32_t Samples(uint32_t begin, uint32_t end) const { return end / sample_blocks_ - begin / sample_blocks_; }
+  static uint32_t Fingerprints(uint32_t begin, uint32_t end) {
+    return end / kFingerprintBlocks - begin / kFingerprintBlocks;
+  }
   uint64_t FingerprintThrough(uint64_t fingerprint, const uint32_t* tokens, uint32_t count) const;
   uint64_t FingerprintAt(const Node& node, uint32_t count) const;
+  std::vector<Ghost> TakeGhosts(const Cursor& cursor, std::vector<uint64_t>* fingerprints);
   Births PlanBirths(const Cursor& cursor, const Ids& existing, uint64_t tick);
-  void AppendHistories(Node* node, const uint32_t* tokens, uint32_t count, const Births& births);
+  void AppendHistories(Node* node, uint32_t count, const Births& births);
   void SplitHistories(Node* head, Node* tail);
   void MergeHistories(Node* head, Node* tail);
   void DropHistories(Node* node, uint32_t count);
@@ -282,12 +291,11 @@ class RadixTree {
   std::unordered_map<uint32_t, Key128> condemned_;
   std::vector<RootMap> cleared_;  // the same, whole maps of roots that were not entered there yet
   const std::unique_ptr<EvictionPolicy> policy_;
-  const bool remembers_;          // whether the policy wants ghosts
-  const uint32_t sample_blocks_;  // one of as many stands for all in statistics
+  const bool remembers_;  // whether the policy wants ghosts
   VictimQueues victims_[kTierCount];
   Ghosts ghosts_;
   uint64_t last_tick_ = 0;
-  uint32_t samples_ = 0;  // in the tree
+
   uint32_t tier_blocks_[kTierCount] = {0, 0};  // attached blocks with a slot in the tier
   std::unordered_map<uint32_t, Identity> detached_;
   size_t edge_bytes_ = 0;

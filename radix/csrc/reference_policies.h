@@ -11,7 +11,7 @@ namespace kvstore {
 // One queue, the lowest rank first.
 class OneQueuePolicy : public EvictionPolicy {
  public:
-  History Revived(const History&, const Access& access, uint32_t samples) override { return Born(access, samples); }
+  History Revived(const History&, const Access& access, uint32_t, uint32_t blocks) override { return Born(access, blocks); }
   History Renewed(const History& before, const Access&, uint32_t) override { return before; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
   uint32_t Choose(const Candidates& candidates, int, uint64_t) override { return candidates.First(0).node; }
@@ -26,8 +26,8 @@ class LruPolicy : public OneQueuePolicy {
   History Accessed(const History& before, const Access& access, uint32_t) override {
     return At(std::max(before.tick, access.tick));
   }
-  History Renewed(const History& before, const Access& access, uint32_t samples) override {
-    return Accessed(before, access, samples);
+  History Renewed(const History& before, const Access& access, uint32_t blocks) override {
+    return Accessed(before, access, blocks);
   }
 
  private:
@@ -104,17 +104,17 @@ class SievePolicy : public OneQueuePolicy {
 // S3-FIFO (Yang et al., SOSP 2023): a small queue for what is new, a main one for what was used in it or came back soon.
 class S3FifoPolicy : public EvictionPolicy {
  public:
-  History Born(const Access& access, uint32_t samples) override { return Enter(kSmall, access.tick, samples); }
+  History Born(const Access& access, uint32_t blocks) override { return Enter(kSmall, access.tick, blocks); }
   History Accessed(const History& before, const Access&, uint32_t) override {
     History history = before;
     history.accesses = std::min<uint16_t>(kUsesMax, before.accesses + 1);
     return history;
   }
-  History Revived(const History&, const Access& access, uint32_t samples) override {
-    return Enter(kMain, access.tick, samples);
+  History Revived(const History&, const Access& access, uint32_t, uint32_t blocks) override {
+    return Enter(kMain, access.tick, blocks);
   }
   History Renewed(const History& before, const Access&, uint32_t) override { return before; }
-  void Left(const History& history, uint32_t samples) override { samples_[history.queue] -= samples; }
+  void Left(const History& history, uint32_t blocks) override { blocks_[history.queue] -= blocks; }
   double ghost_ratio() const override { return 1; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
 
@@ -122,16 +122,16 @@ class S3FifoPolicy : public EvictionPolicy {
     now_ = now;
     const uint32_t small = candidates.First(kSmall).node;
     const uint32_t main = candidates.First(kMain).node;
-    const bool small_is_full = samples_[kSmall] * 10 >= samples_[kSmall] + samples_[kMain];
+    const bool small_is_full = blocks_[kSmall] * 10 >= blocks_[kSmall] + blocks_[kMain];
     if (small == kNone || (main != kNone && !small_is_full)) return main;
     return small;
   }
 
-  bool Spares(History* history, uint32_t samples) override {
+  bool Spares(History* history, uint32_t blocks) override {
     if (history->accesses < (history->queue == kSmall ? 2 : 1)) return false;
     const uint16_t uses = history->queue == kSmall ? 0 : history->accesses - 1;
-    Left(*history, samples);
-    *history = Enter(kMain, now_, samples);
+    Left(*history, blocks);
+    *history = Enter(kMain, now_, blocks);
     history->accesses = uses;
     return true;
   }
@@ -146,15 +146,15 @@ class S3FifoPolicy : public EvictionPolicy {
   static constexpr uint16_t kMain = 1;
   static constexpr uint16_t kUsesMax = 3;
 
-  History Enter(uint16_t queue, uint64_t tick, uint32_t samples) {
-    samples_[queue] += samples;
+  History Enter(uint16_t queue, uint64_t tick, uint32_t blocks) {
+    blocks_[queue] += blocks;
     History history;
     history.tick = tick;
     history.queue = queue;
     return history;
   }
 
-  uint64_t samples_[2] = {0, 0};
+  uint64_t blocks_[2] = {0, 0};
   uint64_t now_ = 0;
 };
 

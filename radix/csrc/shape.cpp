@@ -30,7 +30,7 @@ uint32_t RadixTree::NewRoot(const Key128& root) {
   const uint32_t node_id = nodes_.Allocate();
   nodes_[node_id].end_key = root;
   nodes_[node_id].has_end_key = true;
-  nodes_[node_id].end_fingerprint = KeyHash{hash_seed_}(root) | 1;
+  nodes_[node_id].start_fingerprint = KeyHash{hash_seed_}(root);
   roots_.emplace(root, node_id);
   return node_id;
 }
@@ -79,7 +79,7 @@ void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count,
   ReserveFor(&node.tokens, static_cast<size_t>(count) * block_tokens_);
   ReserveFor(&node.ids, count);
   node.tokens.insert(node.tokens.end(), tokens, tokens + static_cast<size_t>(count) * block_tokens_);
-  AppendHistories(&node, tokens, count, births);
+  AppendHistories(&node, count, births);
   for (uint32_t i = 0; i < count; ++i) {
     const uint32_t id = blocks_.Allocate();
     Block& block = blocks_[id];
@@ -315,7 +315,7 @@ uint32_t RadixTree::ChooseVictim(int tier) {
     }
     const uint32_t begin = node.runs.BeginOf(last.depth, node.depth);
     History history = node.runs.At(last.depth);
-    if (!policy_->Spares(&history, Samples(begin, history.end))) return node_id;
+    if (!policy_->Spares(&history, history.end - begin)) return node_id;
     node.runs.Update(node.depth, begin, history.end, [&](const History&, uint32_t, uint32_t) { return history; });
     Refresh(node_id);
     ++steps_;

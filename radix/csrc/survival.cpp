@@ -130,7 +130,6 @@ size_t LifeTable::bytes() const { return sizeof(*this) + cohorts_.capacity() * s
 
 SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens)
     : block_units_(block_tokens / kUnitTokens),
-      sample_units_(std::max(kSampleTokens, block_tokens) / kUnitTokens),
       queues_(static_cast<size_t>(kKinds) * kNews), kinds_(kKinds) {
   for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
 }
@@ -150,59 +149,59 @@ uint16_t SurvivalPolicy::QueueOf(uint16_t accesses, float gap, const Access& acc
 // A long prompt is many blocks but one event: each of its blocks counts for less.
 float SurvivalPolicy::WeightOf(const Access& access) const {
   const double prompt_units = std::max(kPromptUnitsMin, access.prompt_blocks * block_units_);
-  return static_cast<float>(sample_units_ * std::pow(prompt_units, -kPromptDamping));
+  return static_cast<float>(block_units_ * std::pow(prompt_units, -kPromptDamping));
 }
 
-History SurvivalPolicy::Begin(History history, uint32_t samples) {
-  Open(history.queue).lives.Begin(history.tick, static_cast<double>(history.weight) * samples);
+History SurvivalPolicy::Begin(History history, uint32_t blocks) {
+  Open(history.queue).lives.Begin(history.tick, static_cast<double>(history.weight) * blocks);
   RefreshNext(history.tick);
   return history;
 }
 
-History SurvivalPolicy::Born(const Access& access, uint32_t samples) {
+History SurvivalPolicy::Born(const Access& access, uint32_t blocks) {
   History history;
   history.tick = access.tick;
   history.accesses = 1;
   history.queue = QueueOf(1, -1, access);
   history.weight = WeightOf(access);
-  return Begin(history, samples);
+  return Begin(history, blocks);
 }
 
-History SurvivalPolicy::Accessed(const History& before, const Access& access, uint32_t samples) {
+History SurvivalPolicy::Accessed(const History& before, const Access& access, uint32_t blocks) {
+  return Revived(before, access, blocks, blocks);
+}
+
+History SurvivalPolicy::Revived(const History& before, const Access& access, uint32_t remembered, uint32_t blocks) {
   const double seconds = SecondsBetween(before.tick, access.tick);
-  Open(before.queue).lives.EndByUse(before.tick, access.tick, static_cast<double>(before.weight) * samples);
+  Open(before.queue).lives.EndByUse(before.tick, access.tick, static_cast<double>(before.weight) * remembered);
   History history = before;
   history.tick = std::max(before.tick, access.tick);
   history.gap = static_cast<float>(before.gap < 0 ? seconds : (before.gap + seconds) / 2);
   if (history.accesses < UINT16_MAX) ++history.accesses;
   history.queue = QueueOf(history.accesses, history.gap, access);
   history.weight = WeightOf(access);
-  return Begin(history, samples);
+  return Begin(history, blocks);
 }
 
-History SurvivalPolicy::Revived(const History& before, const Access& access, uint32_t samples) {
-  return Accessed(before, access, samples);
-}
-
-History SurvivalPolicy::Renewed(const History& before, const Access& access, uint32_t samples) {
-  Open(before.queue).lives.EndUnused(before.tick, access.tick, static_cast<double>(before.weight) * samples);
+History SurvivalPolicy::Renewed(const History& before, const Access& access, uint32_t blocks) {
+  Open(before.queue).lives.EndUnused(before.tick, access.tick, static_cast<double>(before.weight) * blocks);
   History history = before;
   history.tick = std::max(before.tick, access.tick);
   history.queue = QueueOf(history.accesses, history.gap, access);
-  return Begin(history, samples);
+  return Begin(history, blocks);
 }
 
-History SurvivalPolicy::Hinted(const History& before, const Hint& hint, uint32_t samples) {
-  Open(before.queue).lives.EndUnused(before.tick, hint.tick, static_cast<double>(before.weight) * samples);
+History SurvivalPolicy::Hinted(const History& before, const Hint& hint, uint32_t blocks) {
+  Open(before.queue).lives.EndUnused(before.tick, hint.tick, static_cast<double>(before.weight) * blocks);
   const int kind = hint.ended ? kKindEnded : kKindExpected + PowerOfTwo(hint.seconds + 1, kExpected - 1);
   History history = before;
   history.tick = std::max(before.tick, hint.tick);
   history.queue = static_cast<uint16_t>(kind * kNews);
-  return Begin(history, samples);
+  return Begin(history, blocks);
 }
 
-void SurvivalPolicy::Forgotten(const History& history, uint64_t now, uint32_t samples) {
-  Open(history.queue).lives.EndUnused(history.tick, now, static_cast<double>(history.weight) * samples);
+void SurvivalPolicy::Forgotten(const History& history, uint64_t now, uint32_t blocks) {
+  Open(history.queue).lives.EndUnused(history.tick, now, static_cast<double>(history.weight) * blocks);
 }
 
 // ---- what the tables tell ----

@@ -58,12 +58,12 @@ class SurvivalPolicy : public EvictionPolicy {
  public:
   explicit SurvivalPolicy(uint32_t block_tokens);
 
-  History Born(const Access& access, uint32_t samples) override;
-  History Accessed(const History& before, const Access& access, uint32_t samples) override;
-  History Revived(const History& before, const Access& access, uint32_t samples) override;
-  History Renewed(const History& before, const Access& access, uint32_t samples) override;
-  History Hinted(const History& before, const Hint& hint, uint32_t samples) override;
-  void Forgotten(const History& history, uint64_t now, uint32_t samples) override;
+  History Born(const Access& access, uint32_t blocks) override;
+  History Accessed(const History& before, const Access& access, uint32_t blocks) override;
+  History Revived(const History& before, const Access& access, uint32_t remembered, uint32_t blocks) override;
+  History Renewed(const History& before, const Access& access, uint32_t blocks) override;
+  History Hinted(const History& before, const Hint& hint, uint32_t blocks) override;
+  void Forgotten(const History& history, uint64_t now, uint32_t blocks) override;
   double ghost_ratio() const override { return 3; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
   uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) override;
@@ -112,7 +112,7 @@ class SurvivalPolicy : public EvictionPolicy {
   static int RiskGroupOf(int kind);
   uint16_t QueueOf(uint16_t accesses, float gap, const Access& access) const;
   float WeightOf(const Access& access) const;
-  History Begin(History history, uint32_t samples);
+  History Begin(History history, uint32_t blocks);
   Queue& Open(uint16_t queue);
   void RefreshNext(uint64_t now);
   void Refresh(uint16_t queue, uint64_t now);
@@ -122,7 +122,6 @@ class SurvivalPolicy : public EvictionPolicy {
   Offer BestOf(const Candidates& candidates, uint16_t queue, uint64_t now) const;
 
   const double block_units_;   // of 512 tokens
-  const double sample_units_;
   std::vector<std::unique_ptr<Queue>> queues_;
   std::vector<uint16_t> opened_;
   size_t next_refresh_ = 0;
