@@ -145,14 +145,14 @@ class RadixTree::Audit {
     const Node& node = tree_.nodes_[node_id];
     Expect(HasRuns(node), "the histories of a node are of other blocks", node_id);
     if (!tree_.remembers_) return;
-    Expect(node.fingerprints.size() == Fingerprints(node.depth, node.end()), "fingerprints are miscounted", node_id);
+    Expect(node.fingerprints.size() == tree_.Fingerprints(node.depth, node.end()), "fingerprints are miscounted", node_id);
     const Node& parent = tree_.nodes_[node.parent];
     Expect(is_condemned_ || tree_.FingerprintAt(parent, parent.block_count()) == node.start_fingerprint, "a node has another fingerprint than its parent", node_id);
     uint64_t fingerprint = node.start_fingerprint;
     size_t kept = 0;
     for (uint32_t at = 0; at < node.block_count() && kept < node.fingerprints.size(); ++at) {
       fingerprint = tree_.FingerprintThrough(fingerprint, node.tokens.data() + static_cast<size_t>(at) * tree_.block_tokens_, 1);
-      if ((node.depth + at + 1) % kFingerprintBlocks != 0) continue;
+      if ((node.depth + at + 1) % tree_.fingerprint_blocks_ != 0) continue;
       Expect(fingerprint == node.fingerprints[kept++], "a fingerprint is wrong", node_id);
     }
   }
