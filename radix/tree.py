@@ -217,11 +217,11 @@ class RadixTree:
         """
         return self._native.victim_value(_index_of(tier), tick)
 
-    def rehearsed(self) -> tuple[float, list[tuple[int, float, float]]]:
-        """Blocks looked up since the tree was first full, and what caches of several sizes would have found of them.
+    def rehearsed(self) -> tuple[float, float, list[tuple[int, float]]]:
+        """What caches of other sizes would have found: (blocks looked up, blocks found, [(capacity, blocks found)]).
 
-        For each size (capacity in blocks, blocks found by the survival index, blocks found by recency). Empty while
-        nothing had to leave yet, and for policies that do not rehearse.
+        Counted since the tree was full; the list is empty until then, and for policies that do not rehearse. The
+        capacities are a quarter, a half, one, two and four times that of the lowest tier that is full.
         """
         return self._native.rehearsed()
 

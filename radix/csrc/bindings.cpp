@@ -3,7 +3,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -161,12 +160,10 @@ void BindTree(nb::module_& module) {
       .def("rehearsed",
            [](const RadixTree& tree) {
              const kvstore::Rehearsal* rehearsal = tree.rehearsal();
-             std::vector<std::tuple<uint64_t, double, double>> rows;
-             if (rehearsal == nullptr) return std::pair(0.0, rows);
-             for (const kvstore::RehearsedHits& row : rehearsal->hits()) {
-               rows.emplace_back(row.blocks, row.survival, row.recency);
-             }
-             return std::pair(rehearsal->looked_up_blocks(), rows);
+             const kvstore::Rehearsed result = rehearsal == nullptr ? kvstore::Rehearsed{} : rehearsal->result();
+             std::vector<std::pair<uint64_t, double>> capacities;
+             for (const auto& [blocks, found] : result.capacities) capacities.emplace_back(blocks, found);
+             return std::tuple(result.looked_up, result.found, capacities);
            })
       .def("victim_value", &RadixTree::VictimValue, "tier"_a, "tick"_a)
       .def("value_of", &RadixTree::ValueOf, "block_id"_a, "tick"_a)
