@@ -74,7 +74,7 @@ class SurvivalPolicy : public EvictionPolicy {
   void Stored(const Prefixes& prefixes, size_t found, const Access& access) override;
   void Full(int tier, uint32_t blocks) override;
   const Rehearsal* rehearsal() const override { return rehearsal_.get(); }
-  double ghost_ratio() const override { return 6; }
+  double ghost_ratio() const override { return 16; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
   uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) override;
   double ValueOf(const History& history, uint64_t now) const override;
