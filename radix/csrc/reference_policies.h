@@ -118,8 +118,8 @@ class S3FifoPolicy : public EvictionPolicy {
     history.accesses = std::min<uint16_t>(kUsesMax, before.accesses + 1);
     return history;
   }
-  History Revived(const History&, const Access& access, uint32_t, uint32_t blocks) override {
-    return Enter(kMain, access.tick, blocks);
+  History Revived(const History& before, const Access& access, uint32_t, uint32_t blocks) override {
+    return Enter(before.queue == kSmall ? kMain : kSmall, access.tick, blocks);  // only the small queue has ghosts
   }
   History Renewed(const History& before, const Access&, uint32_t) override { return before; }
   void Left(const History& history, uint32_t blocks) override { blocks_[history.queue] -= blocks; }

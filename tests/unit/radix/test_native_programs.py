@@ -1,9 +1,7 @@
 """What only a program of its own can show: damage inside the tree, and data races. Compiled here from the sources."""
 
-import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,24 +10,18 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 CSRC = ROOT / "radix" / "csrc"
 SOURCES = [source for source in sorted(CSRC.glob("*.cpp")) if source.name != "bindings.cpp"]
-INCLUDES = (f"-I{CSRC}", f"-I{ROOT / 'kvstore' / 'native'}")
 CORRUPTIONS_MIN = 55
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def compiled(folder: Path, name: str, *flags: str) -> Path:
-    """The program, with all sources of the tree, as many at a time as there are processors."""
-
-    def compile_one(source: Path) -> Path:
-        made = folder / f"{name}-{source.stem}.o"
-        subprocess.run(["g++", "-std=c++17", *flags, *INCLUDES, "-c", source, "-o", made], check=True)
-        return made
-
-    with ThreadPoolExecutor(os.cpu_count()) as executor:
-        objects = list(executor.map(compile_one, [HERE / f"{name}.cpp", *SOURCES]))
+    """The program with all sources of the tree as one unit, which takes a third of the time of many."""
+    unit = folder / f"{name}_all.cpp"
+    unit.write_text("".join(f'#include "{source}"\n' for source in [HERE / f"{name}.cpp", *SOURCES]))
     program = folder / name
-    subprocess.run(["g++", "-pthread", *flags, *objects, "-o", program], check=True)
+    includes = [f"-I{CSRC}", f"-I{ROOT / 'kvstore' / 'native'}"]
+    subprocess.run(["g++", "-std=c++17", "-pthread", *flags, *includes, unit, "-o", program], check=True)
     return program
 
 
