@@ -317,9 +317,10 @@ uint32_t RadixTree::ChooseVictim(int tier) {
     }
     const uint32_t begin = node.runs.BeginOf(last.depth, node.depth);
     History history = node.runs.At(last.depth);
-    if (spared == limits_.slice_blocks || !policy_->Spares(&history, history.end - begin)) return node_id;
+    const uint32_t end = history.end;
+    if (spared == limits_.slice_blocks || !policy_->Spares(&history, end - begin)) return node_id;
     ++spared;
-    node.runs.Update(node.depth, begin, history.end, [&](const History&, uint32_t, uint32_t) { return history; });
+    node.runs.Update(node.depth, begin, end, [&](const History&, uint32_t, uint32_t) { return history; });
     Refresh(node_id);
     ++steps_;
   }
