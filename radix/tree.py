@@ -219,6 +219,14 @@ class RadixTree:
         """
         return self._native.victim_value(_index_of(tier), tick)
 
+    def rehearsed(self) -> tuple[float, list[tuple[int, float, float]]]:
+        """Blocks looked up since the tree was first full, and what caches of several sizes would have found of them.
+
+        For each size (capacity in blocks, blocks found by the survival index, blocks found by recency). Empty while
+        nothing had to leave yet, and for policies that do not rehearse.
+        """
+        return self._native.rehearsed()
+
     def value_of(self, block_id: int, tick: int) -> float:
         """What a block in the tree is worth; see `victim_value`. 0 for one that was removed."""
         return self._native.value_of(block_id, tick)

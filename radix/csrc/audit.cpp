@@ -148,14 +148,14 @@ class RadixTree::Audit {
     const Node& node = tree_.nodes_[visit.node];
     const bool follows = is_condemned_ || node.start_fingerprint == visit.fingerprint_before;
     Expect(follows, "a node has another fingerprint than its parent", visit.node);
-    const bool has_all = node.fingerprints.size() == Fingerprints(node.depth, node.end());
+    const bool has_all = node.fingerprints.size() == tree_.Fingerprints(node.depth, node.end());
     Expect(has_all, "fingerprints are miscounted", visit.node);
     uint64_t fingerprint = node.start_fingerprint;
     size_t kept = 0;
     for (uint32_t at = 0; at < node.block_count(); ++at) {
       const uint32_t* tokens = node.tokens.data() + static_cast<size_t>(at) * tree_.block_tokens_;
       fingerprint = tree_.FingerprintThrough(fingerprint, tokens, 1);
-      if (!has_all || (node.depth + at + 1) % kFingerprintBlocks != 0) continue;
+      if (!has_all || (node.depth + at + 1) % tree_.fingerprint_blocks_ != 0) continue;
       Expect(fingerprint == node.fingerprints[kept++], "a fingerprint is wrong", visit.node);
     }
     return fingerprint;

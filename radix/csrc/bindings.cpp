@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "radix_tree.h"
+#include "rehearsal.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -155,6 +157,16 @@ void BindTree(nb::module_& module) {
              return ToNumpy<bool>(tree.Place(View(ids), tier, View(slots)), {ids.size()});
            },
            "ids"_a.noconvert(), "tier"_a, "slots"_a.noconvert())
+      .def("rehearsed",
+           [](const RadixTree& tree) {
+             const kvstore::Rehearsal* rehearsal = tree.rehearsal();
+             std::vector<std::tuple<uint64_t, double, double>> rows;
+             if (rehearsal == nullptr) return std::pair(0.0, rows);
+             for (const kvstore::RehearsedHits& row : rehearsal->hits()) {
+               rows.emplace_back(row.blocks, row.survival, row.recency);
+             }
+             return std::pair(rehearsal->looked_up_blocks(), rows);
+           })
       .def("victim_value", &RadixTree::VictimValue, "tier"_a, "tick"_a)
       .def("value_of", &RadixTree::ValueOf, "block_id"_a, "tick"_a)
       .def("take_victims",

@@ -20,6 +20,7 @@ void RadixTree::Touch(IdSpan ids, uint64_t tick, int64_t prompt_blocks) {
   }
   last_tick_ = std::max(last_tick_, tick);
   const Access access{tick, static_cast<uint32_t>(prompt_blocks), static_cast<uint32_t>(ids.size)};
+  if (policy_->rehearsal() != nullptr) policy_->LookedUp(FingerprintsOf(ids), access);
   ChangeHistories(ids, [&](const History& history, uint32_t blocks) {
     return history.tick == tick ? history : policy_->Accessed(history, access, blocks);
   });
@@ -83,6 +84,12 @@ RadixTree::Births RadixTree::PlanBirths(const Cursor& cursor, const Ids& existin
   ChangeHistories(IdSpan{existing.data(), existing.size()}, [&](const History& history, uint32_t blocks) {
     return history.tick == tick ? history : policy_->Renewed(history, access, blocks);
   });
+  if (policy_->rehearsal() != nullptr) {
+    Prefixes prefixes = FingerprintsOf(IdSpan{existing.data(), existing.size()});
+    const size_t found = prefixes.size();
+    prefixes.insert(prefixes.end(), births.fingerprints.begin(), births.fingerprints.end());
+    policy_->Stored(prefixes, found, access);
+  }
   uint32_t begin = cursor.depth;
   uint32_t remembered = 0;
   for (size_t at = 0; at < ghosts.size(); ++at) {
@@ -106,7 +113,7 @@ std::vector<RadixTree::Ghost> RadixTree::TakeGhosts(const Cursor& cursor, std::v
   uint64_t fingerprint = FingerprintAt(nodes_[cursor.node], cursor.taken);
   for (uint32_t depth = cursor.depth; depth < cursor.block_count; ++depth) {
     fingerprint = FingerprintThrough(fingerprint, cursor.tokens + static_cast<size_t>(depth) * block_tokens_, 1);
-    if ((depth + 1) % kFingerprintBlocks == 0) fingerprints->push_back(fingerprint);
+    if ((depth + 1) % fingerprint_blocks_ == 0) fingerprints->push_back(fingerprint);
     if (ghosts_.empty()) continue;
     if (const std::optional<History> history = ghosts_.Take(fingerprint)) ghosts.push_back(Ghost{depth, *history});
   }
@@ -174,10 +181,25 @@ void RadixTree::DropHistories(Node* node, uint32_t count) {
 
 // ---- fingerprints ----
 
+// Those kept on the way to the last of these blocks, which are a prefix.
+Prefixes RadixTree::FingerprintsOf(IdSpan path) const {
+  Prefixes prefixes;
+  for (size_t at = 0; at < path.size;) {
+    const Block& block = blocks_[path[at]];
+    if (block.state != BlockState::kAttached || block.depth != at) break;
+    const Node& node = nodes_[block.node];
+    const auto end = static_cast<uint32_t>(std::min<size_t>(node.end(), path.size));
+    const auto kept = node.fingerprints.begin();
+    prefixes.insert(prefixes.end(), kept, kept + Fingerprints(node.depth, end));
+    at = node.end();
+  }
+  return prefixes;
+}
+
 // Of the prefix that ends with the node's block `count - 1`.
 uint64_t RadixTree::FingerprintAt(const Node& node, uint32_t count) const {
   const uint32_t kept = Fingerprints(node.depth, node.depth + count);
-  const uint32_t begin = kept == 0 ? 0 : (node.depth / kFingerprintBlocks + kept) * kFingerprintBlocks - node.depth;
+  const uint32_t begin = kept == 0 ? 0 : (node.depth / fingerprint_blocks_ + kept) * fingerprint_blocks_ - node.depth;
   const uint64_t fingerprint = kept == 0 ? node.start_fingerprint : node.fingerprints[kept - 1];
   return FingerprintThrough(fingerprint, node.tokens.data() + static_cast<size_t>(begin) * block_tokens_, count - begin);
 }

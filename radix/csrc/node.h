@@ -43,7 +43,6 @@ struct Block {
 };
 static_assert(sizeof(Block) == 20, "the budget of memory per block counts on it");
 
-constexpr uint32_t kFingerprintBlocks = 8;  // of the whole prefix
 constexpr uint32_t kMarkBlocks = 32;  // so that no key within an edge is farther than that from a kept one
 
 // A run of blocks. A root has no blocks and no parent. The children differ in their first block.
@@ -51,7 +50,7 @@ struct Node {
   std::vector<uint32_t> tokens;  // (blocks, block_tokens), contiguous
   std::vector<uint32_t> ids;     // (blocks)
   Runs runs;                     // the histories of the blocks
-  std::vector<uint64_t> fingerprints;  // of the prefixes that end at each kFingerprintBlocks; for policies with ghosts
+  std::vector<uint64_t> fingerprints;  // of some of the prefixes that end in the node; for policies with ghosts
   uint64_t start_fingerprint = 0;      // of the prefix before the node
   Key128 end_key{};              // key of the last block; of a root, the root key. Valid where has_end_key.
   std::unique_ptr<std::vector<Key128>> marks;  // keys of the blocks 31, 63, ... of this node, as far as they were needed

@@ -12,8 +12,8 @@ const std::vector<std::string>& PolicyNames() {
   return names;
 }
 
-std::unique_ptr<EvictionPolicy> MakePolicy(const std::string& name, uint32_t block_tokens) {
-  if (name == "survival") return std::make_unique<SurvivalPolicy>(block_tokens);
+std::unique_ptr<EvictionPolicy> MakePolicy(const std::string& name, uint32_t block_tokens, uint32_t prefix_blocks) {
+  if (name == "survival") return std::make_unique<SurvivalPolicy>(block_tokens, prefix_blocks);
   if (name == "lru") return std::make_unique<LruPolicy>();
   if (name == "lfu") return std::make_unique<LfuPolicy>();
   if (name == "fifo") return std::make_unique<FifoPolicy>();

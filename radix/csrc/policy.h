@@ -63,6 +63,11 @@ class Candidates {
   virtual uint64_t Version(uint16_t queue) const = 0;            // grows whenever an end may have changed
 };
 
+// Fingerprints of prefixes, in order from the root on: one for each so many blocks of a prompt, as MakePolicy was told.
+using Prefixes = std::vector<uint64_t>;
+
+class Rehearsal;
+
 // `blocks` is the length of a run.
 class EvictionPolicy {
  public:
@@ -82,6 +87,13 @@ class EvictionPolicy {
   // Nothing will be heard of them any more.
   virtual void Forgotten(const History&, uint64_t /*now*/, uint32_t) {}
 
+  // Requests as wholes, for policies that rehearse: one looked a prompt up and found these prefixes of it; one stores a
+  // prompt, of whose prefixes it had found the first `found`; a tier with so many blocks has no room.
+  virtual void LookedUp(const Prefixes&, const Access&) {}
+  virtual void Stored(const Prefixes&, size_t /*found*/, const Access&) {}
+  virtual void Full(int /*tier*/, uint32_t /*blocks*/) {}
+  virtual const Rehearsal* rehearsal() const { return nullptr; }
+
   // How many blocks are remembered after they left, for each one in the tree.
   virtual double ghost_ratio() const { return 0; }
   // The order of runs within a queue: the lowest goes first.
@@ -96,8 +108,9 @@ class EvictionPolicy {
   virtual size_t bytes() const = 0;
 };
 
-// Throws std::invalid_argument for a name that is not in PolicyNames().
-std::unique_ptr<EvictionPolicy> MakePolicy(const std::string& name, uint32_t block_tokens);
+// `prefix_blocks` is how many blocks lie between two fingerprints. Throws std::invalid_argument for a name that is not in
+// PolicyNames().
+std::unique_ptr<EvictionPolicy> MakePolicy(const std::string& name, uint32_t block_tokens, uint32_t prefix_blocks);
 const std::vector<std::string>& PolicyNames();
 
 }  // namespace kvstore

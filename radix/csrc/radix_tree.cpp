@@ -13,6 +13,7 @@ namespace kvstore {
 
 namespace {
 
+constexpr uint32_t kFingerprintTokens = 128;
 constexpr double kNearlyEqual = 1.01;
 constexpr size_t kCompareBytes = 4096;  // what one memcmp spans while a prompt still agrees with an edge
 constexpr size_t kRootEntryBytes = 56;  // a node and a bucket of the map of roots
@@ -40,7 +41,8 @@ RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_
       tag_mask_(static_cast<uint32_t>((1ULL << std::min(hash_bits, 32u)) - 1)),
       limits_(limits),
       roots_(0, KeyHash{hash_seed}),
-      policy_(MakePolicy(policy, block_tokens)),
+      policy_(MakePolicy(policy, block_tokens, std::max(1u, kFingerprintTokens / std::max(1u, block_tokens)))),
+      fingerprint_blocks_(std::max(1u, kFingerprintTokens / std::max(1u, block_tokens))),
       remembers_(policy_->ghost_ratio() > 0),
       victims_{VictimQueues(&nodes_, 0), VictimQueues(&nodes_, 1)} {
   if (block_tokens == 0) throw std::invalid_argument("block_tokens is 0, expected at least 1");
@@ -197,6 +199,7 @@ Ids RadixTree::TakeVictims(int64_t tier, int64_t limit, double worth) {
   const size_t limit_blocks = CheckLimit(limit);
   if (std::isnan(worth)) throw std::invalid_argument("worth is not a number");
   Ids victims;
+  policy_->Full(index, tier_blocks_[index]);
   while (victims.size() < limit_blocks) {
     const uint32_t node_id = ChooseVictim(index);
     if (node_id == kNone || NextVictimValue(node_id, index) > worth * kNearlyEqual) break;

@@ -22,6 +22,7 @@
 #include "child_table.h"
 #include "ghosts.h"
 #include "node.h"
+#include "policy.h"
 #include "pool.h"
 #include "siphash.h"
 #include "victim_queues.h"
@@ -116,6 +117,8 @@ class RadixTree {
   Staged Stage(const Key128& root, TokenSpan tokens, int64_t from_block, uint64_t tick);
   std::vector<uint8_t> Place(IdSpan ids, int64_t tier, IdSpan slots);
 
+  // What other capacities would have found; nothing where the policy does not rehearse.
+  const Rehearsal* rehearsal() const { return policy_->rehearsal(); }
   // What the block that leaves the tier first is worth at `tick`; see EvictionPolicy::ValueOf.
   std::optional<double> VictimValue(int64_t tier, uint64_t tick);
   double ValueOf(uint32_t id, uint64_t tick);  // of a block in the tree
@@ -238,9 +241,10 @@ class RadixTree {
                       Ids* ids) const;
 
   // Histories; in history.cpp.
-  static uint32_t Fingerprints(uint32_t begin, uint32_t end) {
-    return end / kFingerprintBlocks - begin / kFingerprintBlocks;
+  uint32_t Fingerprints(uint32_t begin, uint32_t end) const {
+    return end / fingerprint_blocks_ - begin / fingerprint_blocks_;
   }
+  Prefixes FingerprintsOf(IdSpan path) const;
   uint64_t FingerprintThrough(uint64_t fingerprint, const uint32_t* tokens, uint32_t count) const;
   uint64_t FingerprintAt(const Node& node, uint32_t count) const;
   std::vector<Ghost> TakeGhosts(const Cursor& cursor, std::vector<uint64_t>* fingerprints);
@@ -291,6 +295,7 @@ class RadixTree {
   std::unordered_map<uint32_t, Key128> condemned_;
   std::vector<RootMap> cleared_;  // the same, whole maps of roots that were not entered there yet
   const std::unique_ptr<EvictionPolicy> policy_;
+  const uint32_t fingerprint_blocks_;  // in a prefix, a fingerprint is kept after each so many
   const bool remembers_;  // whether the policy wants ghosts
   VictimQueues victims_[kTierCount];
   Ghosts ghosts_;

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "rehearsal.h"
+
 namespace kvstore {
 
 namespace {
@@ -128,11 +130,15 @@ size_t LifeTable::bytes() const { return sizeof(*this) + cohorts_.capacity() * s
 
 // ---- histories ----
 
-SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens)
+SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks)
     : block_units_(block_tokens / kUnitTokens),
-      queues_(static_cast<size_t>(kKinds) * kNews), kinds_(kKinds) {
+      queues_(static_cast<size_t>(kKinds) * kNews),
+      kinds_(kKinds),
+      rehearsal_(std::make_unique<Rehearsal>(this, prefix_blocks)) {
   for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
 }
+
+SurvivalPolicy::~SurvivalPolicy() = default;
 
 uint16_t SurvivalPolicy::QueueOf(uint16_t accesses, float gap, const Access& access) const {
   const uint32_t new_blocks = access.prompt_blocks - std::min(access.prompt_blocks, access.known_blocks);
@@ -152,43 +158,53 @@ float SurvivalPolicy::WeightOf(const Access& access) const {
   return static_cast<float>(block_units_ * std::pow(prompt_units, -kPromptDamping));
 }
 
-History SurvivalPolicy::Begin(History history, uint32_t blocks) {
-  Open(history.queue).lives.Begin(history.tick, static_cast<double>(history.weight) * blocks);
-  RefreshNext(history.tick);
-  return history;
-}
-
-History SurvivalPolicy::Born(const Access& access, uint32_t blocks) {
+History SurvivalPolicy::First(const Access& access) const {
   History history;
   history.tick = access.tick;
   history.accesses = 1;
   history.queue = QueueOf(1, -1, access);
   history.weight = WeightOf(access);
-  return Begin(history, blocks);
+  return history;
 }
 
-History SurvivalPolicy::Accessed(const History& before, const Access& access, uint32_t blocks) {
-  return Revived(before, access, blocks, blocks);
-}
-
-History SurvivalPolicy::Revived(const History& before, const Access& access, uint32_t remembered, uint32_t blocks) {
+History SurvivalPolicy::Again(const History& before, const Access& access) const {
   const double seconds = SecondsBetween(before.tick, access.tick);
-  Open(before.queue).lives.EndByUse(before.tick, access.tick, static_cast<double>(before.weight) * remembered);
   History history = before;
   history.tick = std::max(before.tick, access.tick);
   history.gap = static_cast<float>(before.gap < 0 ? seconds : (before.gap + seconds) / 2);
   if (history.accesses < UINT16_MAX) ++history.accesses;
   history.queue = QueueOf(history.accesses, history.gap, access);
   history.weight = WeightOf(access);
-  return Begin(history, blocks);
+  return history;
+}
+
+History SurvivalPolicy::Onward(const History& before, const Access& access) const {
+  History history = before;
+  history.tick = std::max(before.tick, access.tick);
+  history.queue = QueueOf(history.accesses, history.gap, access);
+  return history;
+}
+
+History SurvivalPolicy::Begin(History history, uint32_t blocks) {
+  Open(history.queue).lives.Begin(history.tick, static_cast<double>(history.weight) * blocks);
+  RefreshNext(history.tick);
+  return history;
+}
+
+History SurvivalPolicy::Born(const Access& access, uint32_t blocks) { return Begin(First(access), blocks); }
+
+History SurvivalPolicy::Accessed(const History& before, const Access& access, uint32_t blocks) {
+  return Revived(before, access, blocks, blocks);
+}
+
+History SurvivalPolicy::Revived(const History& before, const Access& access, uint32_t remembered, uint32_t blocks) {
+  Open(before.queue).lives.EndByUse(before.tick, access.tick, static_cast<double>(before.weight) * remembered);
+  return Begin(Again(before, access), blocks);
 }
 
 History SurvivalPolicy::Renewed(const History& before, const Access& access, uint32_t blocks) {
   Open(before.queue).lives.EndUnused(before.tick, access.tick, static_cast<double>(before.weight) * blocks);
-  History history = before;
-  history.tick = std::max(before.tick, access.tick);
-  history.queue = QueueOf(history.accesses, history.gap, access);
-  return Begin(history, blocks);
+  return Begin(Onward(before, access), blocks);
 }
 
 History SurvivalPolicy::Hinted(const History& before, const Hint& hint, uint32_t blocks) {
@@ -202,6 +218,21 @@ History SurvivalPolicy::Hinted(const History& before, const Hint& hint, uint32_t
 
 void SurvivalPolicy::Forgotten(const History& history, uint64_t now, uint32_t blocks) {
   Open(history.queue).lives.EndUnused(history.tick, now, static_cast<double>(history.weight) * blocks);
+}
+
+// ---- rehearsing ----
+
+void SurvivalPolicy::LookedUp(const Prefixes& prefixes, const Access& access) { rehearsal_->Look(prefixes, access); }
+
+void SurvivalPolicy::Stored(const Prefixes& prefixes, size_t found, const Access& access) {
+  rehearsal_->Store(prefixes, found, access);
+}
+
+// What leaves the lower tier is gone, so as soon as that one is full it is what matters.
+void SurvivalPolicy::Full(int tier, uint32_t blocks) {
+  if (tier < full_tier_) return;
+  full_tier_ = tier;
+  rehearsal_->SetCapacity(blocks);
 }
 
 // ---- what the tables tell ----
@@ -328,6 +359,7 @@ double SurvivalPolicy::IndexOf(uint16_t queue, double seconds) const {
 }
 
 double SurvivalPolicy::ValueOf(const History& history, uint64_t now) const {
+  if (rehearsal_->prefers_recency()) return 1 / (1 + SecondsBetween(history.tick, now));
   return IndexOf(history.queue, SecondsBetween(history.tick, now));
 }
 
@@ -346,7 +378,19 @@ SurvivalPolicy::Offer SurvivalPolicy::BestOf(const Candidates& candidates, uint1
   return offer;
 }
 
+// What was said to be over goes first all the same.
+uint32_t SurvivalPolicy::LeastRecent(const Candidates& candidates) const {
+  QueueEnd best;
+  for (uint16_t queue : candidates.open_queues()) {
+    const QueueEnd first = candidates.First(queue);
+    if (KindOf(queue) == kKindEnded) return first.node;
+    if (best.node == kNone || first.rank < best.rank) best = first;
+  }
+  return best.node;
+}
+
 uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t now) {
+  if (rehearsal_->prefers_recency()) return LeastRecent(candidates);
   std::vector<Offer>& offers = offers_[tier];
   if (offers_tick_[tier] != now) {
     for (Offer& offer : offers) offer.version = 0;
@@ -364,6 +408,7 @@ uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t
 size_t SurvivalPolicy::bytes() const {
   size_t bytes = sizeof(*this) + queues_.size() * sizeof(queues_[0]) + kinds_.size() * sizeof(Totals) +
                  2 * offers_[0].size() * sizeof(Offer) + opened_.capacity() * sizeof(uint16_t);
+  bytes += rehearsal_->bytes();
   for (uint16_t queue : opened_) bytes += sizeof(Queue) + queues_[queue]->lives.bytes();
   return bytes;
 }

@@ -56,7 +56,13 @@ class LifeTable {
 
 class SurvivalPolicy : public EvictionPolicy {
  public:
-  explicit SurvivalPolicy(uint32_t block_tokens);
+  SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks);
+  ~SurvivalPolicy() override;
+
+  // What the histories become, without a trace in the statistics.
+  History First(const Access& access) const;
+  History Again(const History& before, const Access& access) const;
+  History Onward(const History& before, const Access& access) const;
 
   History Born(const Access& access, uint32_t blocks) override;
   History Accessed(const History& before, const Access& access, uint32_t blocks) override;
@@ -64,13 +70,17 @@ class SurvivalPolicy : public EvictionPolicy {
   History Renewed(const History& before, const Access& access, uint32_t blocks) override;
   History Hinted(const History& before, const Hint& hint, uint32_t blocks) override;
   void Forgotten(const History& history, uint64_t now, uint32_t blocks) override;
+  void LookedUp(const Prefixes& prefixes, const Access& access) override;
+  void Stored(const Prefixes& prefixes, size_t found, const Access& access) override;
+  void Full(int tier, uint32_t blocks) override;
+  const Rehearsal* rehearsal() const override { return rehearsal_.get(); }
   double ghost_ratio() const override { return 3; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
   uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) override;
   double ValueOf(const History& history, uint64_t now) const override;
   size_t bytes() const override;
 
-  // Of a block of `queue` at an age in seconds; for tests.
+  // Of a block of `queue` at an age in seconds.
   double IndexOf(uint16_t queue, double seconds) const;
 
  private:
@@ -119,6 +129,7 @@ class SurvivalPolicy : public EvictionPolicy {
   void Recount(uint16_t queue, uint64_t now);
   Bins Hazards(int kind) const;
   double Prior(int kind, int bin, double general) const;
+  uint32_t LeastRecent(const Candidates& candidates) const;
   Offer BestOf(const Candidates& candidates, uint16_t queue, uint64_t now) const;
 
   const double block_units_;   // of 512 tokens
@@ -133,6 +144,8 @@ class SurvivalPolicy : public EvictionPolicy {
   std::array<std::array<double, kNews>, kRiskGroups> risk_expected_{};
   std::vector<Offer> offers_[2];
   uint64_t offers_tick_[2] = {0, 0};
+  int full_tier_ = 0;
+  std::unique_ptr<Rehearsal> rehearsal_;
 };
 
 }  // namespace kvstore

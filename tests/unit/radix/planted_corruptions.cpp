@@ -11,7 +11,7 @@
 
 namespace kvstore {
 
-constexpr uint32_t kBlockTokens = 4;
+constexpr uint32_t kBlockTokens = 16;
 constexpr Key128 kRoot = {{1}};
 constexpr uint32_t kDoomedSlots = 1000;
 constexpr Key128 kClearedRoots[] = {{{2}}, {{3}}};

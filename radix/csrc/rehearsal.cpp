@@ -1,0 +1,261 @@
+#include "rehearsal.h"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+namespace kvstore {
+
+namespace {
+
+constexpr double kHalfLifeRequests = 2000;
+constexpr double kLeadDeviations = 1;    // beyond which a lead is no chance
+constexpr size_t kUnitsMax = 1u << 16;   // known at once
+constexpr size_t kUnitBytes = 64;        // of a unit in the map
+
+}  // namespace
+
+// ---- one miniature ----
+
+void Miniature::AddCandidate(uint32_t unit, uint32_t depth, const History& history) {
+  queues_[QueueOf(history)].emplace(history.tick, ~depth, unit);
+  ++candidates_;
+}
+
+void Miniature::RemoveCandidate(uint32_t unit, uint32_t depth, const History& history) {
+  const auto queue = queues_.find(QueueOf(history));
+  queue->second.erase(Candidate{history.tick, ~depth, unit});
+  if (queue->second.empty()) queues_.erase(queue);
+  --candidates_;
+}
+
+uint32_t Miniature::Choose(uint64_t now) const {
+  if (order_ == VictimOrder::kRecency) return std::get<2>(*queues_.begin()->second.begin());
+  double best = 0;
+  uint32_t unit = kNone;
+  const auto offer = [&](uint16_t queue, const Candidate& candidate) {
+    const uint64_t tick = std::get<0>(candidate);
+    const double index = policy_->IndexOf(queue, now > tick ? static_cast<double>(now - tick) / 1e6 : 0);
+    if (unit != kNone && index >= best) return;
+    best = index;
+    unit = std::get<2>(candidate);
+  };
+  for (const auto& [queue, candidates] : queues_) {
+    offer(queue, *candidates.begin());
+    const uint64_t newest = std::get<0>(*candidates.rbegin());
+    if (newest != std::get<0>(*candidates.begin())) offer(queue, *candidates.lower_bound(Candidate{newest, 0, 0}));
+  }
+  return unit;
+}
+
+// ---- all of them ----
+
+Rehearsal::Rehearsal(const SurvivalPolicy* policy, uint32_t unit_blocks) : policy_(policy), unit_blocks_(unit_blocks) {
+  for (size_t scale = 0; scale < kScales; ++scale) {
+    miniatures_.emplace_back(policy, VictimOrder::kSurvival);
+    miniatures_.emplace_back(policy, VictimOrder::kRecency);
+  }
+}
+
+void Rehearsal::SetCapacity(uint64_t blocks) {
+  if (blocks == capacity_blocks_) return;
+  capacity_blocks_ = blocks;
+  const double units = static_cast<double>(blocks) / unit_blocks_;
+  if (units / static_cast<double>(mask_ + 1) > 2 * kUnitsAtScaleOne) {
+    uint64_t mask = mask_;
+    while (units / static_cast<double>(mask + 1) > kUnitsAtScaleOne) mask = mask * 2 + 1;
+    Restart(mask);
+  }
+  for (size_t at = 0; at < kMiniatures; ++at) {
+    const double capacity = units * kScale[at / 2] / static_cast<double>(mask_ + 1);
+    miniatures_[at].set_capacity(std::max<size_t>(1, static_cast<size_t>(capacity)));
+  }
+}
+
+void Rehearsal::Look(const Prefixes& prefix, const Access& access) {
+  if (capacity_blocks_ == 0) return;
+  looked_up_ += access.prompt_blocks;
+  size_t found = prefix.size();
+  const std::vector<uint32_t> path = FindPath(prefix, &found);
+  std::array<double, kMiniatures> hits;
+  for (size_t at = 0; at < kMiniatures; ++at) {
+    hits[at] = static_cast<double>(LeadingIn(path, at));
+    miniatures_[at].CountHits(hits[at]);
+  }
+  Compare(hits[2 * kOwnScale], hits[2 * kOwnScale + 1]);
+  for (uint32_t at : path) {
+    if (units_[at].history.tick != access.tick) SetHistory(at, policy_->Again(units_[at].history, access));
+  }
+}
+
+void Rehearsal::Store(const Prefixes& prefix, size_t found, const Access& access) {
+  if (capacity_blocks_ == 0) return;
+  std::vector<uint32_t> path = FindPath(prefix, &found);
+  for (size_t at = 0; at < kMiniatures; ++at) {
+    const size_t leading = LeadingIn(path, at);
+    if (leading > found) miniatures_[at].CountHits(static_cast<double>(leading - found));
+  }
+  for (size_t place = 0; place < path.size(); ++place) {
+    const History& history = units_[path[place]].history;
+    if (history.tick == access.tick) continue;
+    SetHistory(path[place], place < found ? policy_->Onward(history, access) : policy_->Again(history, access));
+  }
+  uint32_t parent = path.empty() ? kNone : path.back();
+  size_t place = 0;
+  for (uint64_t fingerprint : prefix) {
+    if (!IsSampled(fingerprint) || place++ < path.size()) continue;
+    parent = NewUnit(fingerprint, parent, policy_->First(access));
+    path.push_back(parent);
+    place = path.size();
+  }
+  for (size_t at = 0; at < kMiniatures; ++at) Insert(path, at, access.tick);
+  if (at_.size() > kUnitsMax) ForgetOldUnits();
+}
+
+// The known units of the prefix, in order; none is known below one that is not. `found` counts fingerprints before and
+// units after.
+std::vector<uint32_t> Rehearsal::FindPath(const Prefixes& prefix, size_t* found) const {
+  std::vector<uint32_t> path;
+  size_t units_found = 0;
+  bool is_known = true;
+  for (size_t at = 0; at < prefix.size(); ++at) {
+    if (!IsSampled(prefix[at])) continue;
+    units_found += at < *found;
+    if (!is_known) continue;
+    const auto unit = at_.find(prefix[at]);
+    is_known = unit != at_.end();
+    if (is_known) path.push_back(unit->second);
+  }
+  *found = units_found;
+  return path;
+}
+
+size_t Rehearsal::LeadingIn(const std::vector<uint32_t>& path, size_t miniature) const {
+  size_t count = 0;
+  while (count < path.size() && IsIn(units_[path[count]], miniature)) ++count;
+  return count;
+}
+
+void Rehearsal::SetHistory(uint32_t at, const History& history) {
+  Unit& unit = units_[at];
+  for (size_t each = 0; each < kMiniatures; ++each) {
+    if (!IsIn(unit, each) || unit.below[each] > 0) continue;
+    miniatures_[each].RemoveCandidate(at, unit.depth, unit.history);
+    miniatures_[each].AddCandidate(at, unit.depth, history);
+  }
+  unit.history = history;
+}
+
+uint32_t Rehearsal::NewUnit(uint64_t fingerprint, uint32_t parent, const History& history) {
+  if (free_.empty()) {
+    free_.push_back(static_cast<uint32_t>(units_.size()));
+    units_.emplace_back();
+  }
+  const uint32_t at = free_.back();
+  free_.pop_back();
+  Unit unit;
+  unit.fingerprint = fingerprint;
+  unit.history = history;
+  unit.parent = parent;
+  if (parent != kNone) {
+    unit.depth = units_[parent].depth + 1;
+    ++units_[parent].children;
+  }
+  units_[at] = unit;
+  at_.emplace(fingerprint, at);
+  return at;
+}
+
+void Rehearsal::Insert(const std::vector<uint32_t>& path, size_t miniature, uint64_t now) {
+  const auto bit = static_cast<uint16_t>(1u << miniature);
+  Miniature& cache = miniatures_[miniature];
+  for (uint32_t at : path) {
+    Unit& unit = units_[at];
+    if (unit.cached_in & bit) continue;
+    unit.cached_in |= bit;
+    cache.Grow();
+    cache.AddCandidate(at, unit.depth, unit.history);
+    if (unit.parent == kNone) continue;
+    Unit& parent = units_[unit.parent];
+    if (parent.below[miniature]++ == 0) cache.RemoveCandidate(unit.parent, parent.depth, parent.history);
+  }
+  while (cache.size() > cache.capacity()) Evict(miniature, now);
+}
+
+// One unit, and those above it as far as they have the same history.
+void Rehearsal::Evict(size_t miniature, uint64_t now) {
+  Miniature& cache = miniatures_[miniature];
+  uint32_t at = cache.Choose(now);
+  const History history = units_[at].history;
+  while (true) {
+    Unit& unit = units_[at];
+    cache.RemoveCandidate(at, unit.depth, unit.history);
+    cache.Shrink();
+    unit.cached_in = static_cast<uint16_t>(unit.cached_in & ~(1u << miniature));
+    if (unit.parent == kNone) return;
+    Unit& parent = units_[unit.parent];
+    if (--parent.below[miniature] > 0) return;
+    cache.AddCandidate(unit.parent, parent.depth, parent.history);
+    if (cache.size() <= cache.capacity() || !(parent.history == history)) return;
+    at = unit.parent;
+  }
+}
+
+// Recency takes over when it leads by more than chance explains, until it leads no more.
+void Rehearsal::Compare(double survival_hits, double recency_hits) {
+  const double fade = std::exp2(-1 / kHalfLifeRequests);
+  const double lead = recency_hits - survival_hits;
+  lead_ = lead_ * fade + lead;
+  lead_variance_ = lead_variance_ * fade * fade + lead * lead;
+  prefers_recency_ = prefers_recency_ ? lead_ > 0 : lead_ > kLeadDeviations * std::sqrt(lead_variance_);
+}
+
+// Forgets the older half of what is in no miniature, leaves first.
+void Rehearsal::ForgetOldUnits() {
+  std::vector<uint32_t> idle;
+  for (const auto& [fingerprint, at] : at_) {
+    if (units_[at].cached_in == 0) idle.push_back(at);
+  }
+  std::sort(idle.begin(), idle.end(), [&](uint32_t left, uint32_t right) {
+    const Unit& one = units_[left];
+    const Unit& other = units_[right];
+    return std::tie(one.history.tick, other.depth) < std::tie(other.history.tick, one.depth);
+  });
+  idle.resize(idle.size() / 2);
+  for (uint32_t at : idle) {
+    Unit& unit = units_[at];
+    if (unit.children > 0) continue;
+    if (unit.parent != kNone) --units_[unit.parent].children;
+    at_.erase(unit.fingerprint);
+    free_.push_back(at);
+  }
+}
+
+// Begins anew with another part of the units.
+void Rehearsal::Restart(uint64_t mask) {
+  mask_ = mask;
+  looked_up_ = 0;
+  at_.clear();
+  units_.clear();
+  free_.clear();
+  for (size_t at = 0; at < kMiniatures; ++at) miniatures_[at] = Miniature(policy_, miniatures_[at].order());
+}
+
+std::vector<RehearsedHits> Rehearsal::hits() const {
+  std::vector<RehearsedHits> all;
+  const double blocks_per_unit = static_cast<double>(mask_ + 1) * unit_blocks_;
+  for (size_t scale = 0; capacity_blocks_ > 0 && scale < kScales; ++scale) {
+    const auto blocks = static_cast<uint64_t>(static_cast<double>(capacity_blocks_) * kScale[scale]);
+    all.push_back(RehearsedHits{blocks, miniatures_[2 * scale].hits() * blocks_per_unit,
+                                miniatures_[2 * scale + 1].hits() * blocks_per_unit});
+  }
+  return all;
+}
+
+size_t Rehearsal::bytes() const {
+  size_t bytes = sizeof(*this) + units_.capacity() * sizeof(Unit) + at_.size() * kUnitBytes + free_.capacity() * sizeof(uint32_t);
+  for (const Miniature& miniature : miniatures_) bytes += sizeof(Miniature) + miniature.bytes();
+  return bytes;
+}
+
+}  // namespace kvstore

@@ -1,0 +1,130 @@
+// Miniatures of a cache: what would be found at other capacities, and whether the survival index or recency serves better?
+//
+// Of the prefixes that requests touch, those at the kept fingerprints are units; where there are many, a part of them that
+// their fingerprints select (as SHARDS does, Waldspurger et al., FAST 2015). A unit's parent is the nearest unit above it, and
+// its history that of the whole request, so the units make up prefix-closed caches of their own. Several of them are run
+// at once, with the real policy and with recency alone, at fractions and multiples of the capacity that the tree has.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "policy.h"
+#include "survival.h"
+
+namespace kvstore {
+
+enum class VictimOrder : uint8_t { kSurvival, kRecency };
+
+// One cache of units, and the hits it had.
+class Miniature {
+ public:
+  Miniature(const SurvivalPolicy* policy, VictimOrder order) : policy_(policy), order_(order) {}
+
+  VictimOrder order() const { return order_; }
+  size_t capacity() const { return capacity_; }
+  size_t size() const { return size_; }
+  double hits() const { return hits_; }
+  size_t bytes() const { return candidates_ * kCandidateBytes; }
+
+  void set_capacity(size_t capacity) { capacity_ = capacity; }
+  void CountHits(double units) { hits_ += units; }
+  void Grow() { ++size_; }
+  void Shrink() { --size_; }
+
+  void AddCandidate(uint32_t unit, uint32_t depth, const History& history);
+  void RemoveCandidate(uint32_t unit, uint32_t depth, const History& history);
+  // The unit that goes first. REQUIRES: there is a candidate.
+  uint32_t Choose(uint64_t now) const;
+
+ private:
+  static constexpr size_t kCandidateBytes = 64;  // a node of the set
+  // The oldest first, of one request the deepest.
+  using Candidate = std::tuple<uint64_t, uint32_t, uint32_t>;
+
+  uint16_t QueueOf(const History& history) const { return order_ == VictimOrder::kSurvival ? history.queue : 0; }
+
+  const SurvivalPolicy* policy_;
+  VictimOrder order_;
+  size_t capacity_ = 0;
+  size_t size_ = 0;
+  size_t candidates_ = 0;
+  double hits_ = 0;
+  std::map<uint16_t, std::set<Candidate>> queues_;
+};
+
+// What a cache of `blocks` would have found of the tokens looked up, in blocks.
+struct RehearsedHits {
+  uint64_t blocks;
+  double survival;
+  double recency;
+};
+
+class Rehearsal {
+ public:
+  Rehearsal(const SurvivalPolicy* policy, uint32_t unit_blocks);
+
+  // Tells how many blocks the cache holds, now that it is full. Nothing is rehearsed before.
+  void SetCapacity(uint64_t blocks);
+
+  // A request looked a prompt up. The fingerprints are those of what the tree has of it, from the root on.
+  void Look(const Prefixes& prefix, const Access& access);
+  // It stores the whole prompt, of which it had found the first `found` fingerprints.
+  void Store(const Prefixes& prefix, size_t found, const Access& access);
+
+  // Whether recency alone found more lately, at the capacity of the tree.
+  bool prefers_recency() const { return prefers_recency_; }
+  double looked_up_blocks() const { return looked_up_; }
+  std::vector<RehearsedHits> hits() const;
+  size_t bytes() const;
+
+ private:
+  static constexpr size_t kScales = 5;
+  static constexpr std::array<double, kScales> kScale = {0.25, 0.5, 1, 2, 4};
+  static constexpr size_t kOwnScale = 2;
+  static constexpr size_t kMiniatures = 2 * kScales;
+  static constexpr size_t kUnitsAtScaleOne = 4096;
+
+  struct Unit {
+    uint64_t fingerprint = 0;
+    History history;
+    uint32_t parent = kNone;
+    uint32_t depth = 0;
+    uint32_t children = 0;                      // known units whose parent it is
+    std::array<uint32_t, kMiniatures> below{};  // of them in each miniature
+    uint16_t cached_in = 0;                     // a bit for each miniature
+  };
+
+  static bool IsIn(const Unit& unit, size_t miniature) { return (unit.cached_in >> miniature) & 1; }
+  std::vector<uint32_t> FindPath(const Prefixes& prefix, size_t* found) const;
+  bool IsSampled(uint64_t fingerprint) const { return ((fingerprint >> 32) & mask_) == 0; }
+  size_t LeadingIn(const std::vector<uint32_t>& path, size_t miniature) const;
+  void SetHistory(uint32_t at, const History& history);
+  uint32_t NewUnit(uint64_t fingerprint, uint32_t parent, const History& history);
+  void Insert(const std::vector<uint32_t>& path, size_t miniature, uint64_t now);
+  void Evict(size_t miniature, uint64_t now);
+  void Compare(double survival_hits, double recency_hits);
+  void ForgetOldUnits();
+  void Restart(uint64_t mask);
+
+  const SurvivalPolicy* policy_;
+  const uint32_t unit_blocks_;
+  uint64_t capacity_blocks_ = 0;
+  uint64_t mask_ = 0;
+  double lead_ = 0;           // of recency over the survival index at the capacity of the tree, lately
+  double lead_variance_ = 0;  // of that sum
+  bool prefers_recency_ = false;
+  double looked_up_ = 0;
+  std::vector<Miniature> miniatures_;
+  std::unordered_map<uint64_t, uint32_t> at_;
+  std::vector<Unit> units_;
+  std::vector<uint32_t> free_;
+};
+
+}  // namespace kvstore
