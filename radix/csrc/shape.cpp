@@ -320,7 +320,9 @@ uint32_t RadixTree::ChooseVictim(int tier) {
     const uint32_t end = history.end;
     if (spared == limits_.slice_blocks || !policy_->Spares(&history, end - begin)) return node_id;
     ++spared;
+    AccountEdge(node, -1);
     node.runs.Update(node.depth, begin, end, [&](const History&, uint32_t, uint32_t) { return history; });
+    AccountEdge(node, 1);
     Refresh(node_id);
     ++steps_;
   }

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.radix.tree import SLICE_BLOCKS, RadixTree
+from kvstore.radix.tree import POLICIES, SLICE_BLOCKS, RadixTree
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -221,6 +221,20 @@ def test_sparing_is_bounded_by_a_slice() -> None:
     before = cache.tree.steps
     assert [10**6 + 8] == cache.evict(1)
     assert cache.tree.steps - before < 8 * 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_full_tree_of_shared_prefixes_stays_whole(policy: str) -> None:
+    source = random.Random(policy)
+    cache = Cache(policy, block_tokens=16)
+    chats = [cache.prompt(key % 3, 40) for key in range(20)]
+    for request in range(400):
+        at = source.randrange(len(chats))
+        chats[at] = np.append(chats[at][: 16 * source.randrange(1, 60)], cache.prompt(request, source.randrange(1, 12)))
+        cache.serve(chats[at], request * SECOND)
+        while cache.tree.block_count > 300:
+            cache.evict(source.randrange(1, 50))
+        assert [] == cache.tree.check_integrity()
 
 
 # ---- survival ----
