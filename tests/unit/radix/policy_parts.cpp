@@ -135,6 +135,15 @@ struct LivesPart {
       for (double value : uses) out << value << ' ';
       for (double value : exposure) out << value << ' ';
     }
+    if (verb == "index") {
+      Bins hazards;
+      double risk = 0;
+      in.clear();
+      in.seekg(std::string("lives index").size());
+      in >> risk;
+      for (double& hazard : hazards) in >> hazard;
+      for (double value : GittinsIndices(hazards, risk)) out << value << ' ';
+    }
     if (verb == "bin") out << AgeBin(static_cast<double>(born) / 1000) << ' ';
   }
 };

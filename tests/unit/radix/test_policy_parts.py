@@ -9,7 +9,7 @@ import random
 import shutil
 import subprocess
 from collections import Counter
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -291,6 +291,30 @@ def test_old_lives_count_less_than_new_ones(parts: Parts) -> None:
         parts.ask("lives", "use", now * SECOND, now * SECOND + (1 if now < 20 else 3) * SECOND, 1000)
     values = [float(word) for word in parts.ask("lives", "sum", 0, 100 * SECOND)[0].split()]
     assert values[bin_of(1.0)] < values[bin_of(3.0)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(-30, 3).map(lambda power: 2.0**power), min_size=32, max_size=32),
+    st.sampled_from([0.01, 1.0, 7.0]),
+)
+def test_the_index_is_the_best_rate_over_all_ages_at_which_to_give_up(
+    parts: Parts, hazards: list[float], risk: float
+) -> None:
+    expected = []
+    widths = [end - begin for begin, end in pairwise([*BIN_EDGES[:-1], BIN_EDGES[-2] * 1.5])]
+    for first in range(32):
+        alive, used, seconds, best = 1.0, 0.0, 0.0, 0.0
+        for index in range(first, 32):
+            width = widths[index] / (2 if index == first else 1)
+            share = 1 / (1 + hazards[index] * risk * width)
+            used += alive * (1 - share)
+            seconds += alive * share * width
+            alive *= share
+            best = max(best, used / seconds)
+        expected.append(best)
+    answer = parts.ask("lives", "index", risk, *hazards)[0]
+    assert pytest.approx(expected, rel=1e-6) == [float(word) for word in answer.split()]
 
 
 @given(st.integers(0, 10**10))
