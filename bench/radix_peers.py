@@ -76,16 +76,18 @@ class Peer(ABC):
 
 
 class Kvstore(Peer):
-    """The tree of this repository, called from Python: stage, place and release; match."""
+    """The tree of this repository, called from Python: stage, place and release; match. With the store's policy."""
+
+    policy: ClassVar[str] = "survival"
 
     def __init__(self, workload: Workload) -> None:
-        self.tree = RadixTree(workload.block_tokens, ns_key=bytes(range(16)), hash_seed=0x5EED)
+        self.tree = RadixTree(workload.block_tokens, ns_key=bytes(range(16)), hash_seed=0x5EED, policy=self.policy)
         self._slots = np.arange(workload.blocks, dtype=np.uint32)
         self._used = 0
         self._tick = 0
 
     def store(self, prepared: Any) -> None:
-        self._tick += 1
+        self._tick += 1_000_000
         existing, ids = self.tree.stage(ROOT, prepared, 0, self._tick)
         fresh = ids[existing:]
         self.tree.place(fresh, Tier.HOST, self._slots[self._used : self._used + fresh.size])
@@ -94,6 +96,12 @@ class Kvstore(Peer):
 
     def find(self, prepared: Any) -> int:
         return int(self.tree.match(ROOT, prepared).size)
+
+
+class KvstoreLru(Kvstore):
+    """The same, with the policy that remembers least."""
+
+    policy = "lru"
 
 
 @cache
@@ -305,6 +313,7 @@ class Vllm(Peer):
 
 PEERS: dict[str, type[Peer]] = {
     "kvstore": Kvstore,
+    "kvstore_lru": KvstoreLru,
     "floor": Floor,
     "dict_xxh3": DictOfHashes,
     "sglang_rust": SglangRust,

@@ -63,12 +63,12 @@ class Candidates {
   virtual uint64_t Version(uint16_t queue) const = 0;            // grows whenever an end may have changed
 };
 
-// `blocks` is the length of a run.
 // Fingerprints of prefixes, in order from the root on: one for each so many blocks of a prompt, as MakePolicy was told.
 using Prefixes = std::vector<uint64_t>;
 
 class Rehearsal;
 
+// `blocks` is the length of a run.
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;

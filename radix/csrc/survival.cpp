@@ -49,6 +49,49 @@ int AgeBin(double seconds) {
   return std::max(0, static_cast<int>(next - kScale.edge.begin()) - 1);
 }
 
+// ---- the index ----
+
+namespace {
+
+// A stretch of ages of what is alive where it begins: how likely it is used there, for how long it is expected to stay,
+// and how likely it comes out alive.
+struct Stretch {
+  double used;
+  double seconds;
+  double alive;
+
+  // With a hazard so much, a life ends by a use within the stretch with probability x / (1 + x), x = hazard * width.
+  static Stretch Of(double hazard, double width) {
+    const double alive = 1 / (1 + hazard * width);
+    return Stretch{1 - alive, alive * width, alive};
+  }
+  bool Pays(const Stretch& next) const { return next.used * seconds > used * next.seconds; }
+  Stretch Then(const Stretch& next) const {
+    return Stretch{used + alive * next.used, seconds + alive * next.seconds, alive * next.alive};
+  }
+};
+
+}  // namespace
+
+// From the last bin to the first, with the best stretches that follow in hand, their rates falling: going on pays as long
+// as the next one has a higher rate than what there is so far. O(bins), where trying all ends is O(bins^2).
+Bins GittinsIndices(const Bins& hazards, double risk) {
+  Bins indices;
+  std::array<Stretch, kAgeBins> following;
+  size_t count = 0;
+  for (size_t bin = kAgeBins; bin-- > 0;) {
+    Stretch from_middle = Stretch::Of(hazards[bin] * risk, kScale.width[bin] / 2);
+    for (size_t next = count; next > 0 && from_middle.Pays(following[next - 1]); --next) {
+      from_middle = from_middle.Then(following[next - 1]);
+    }
+    indices[bin] = from_middle.used / from_middle.seconds;
+    Stretch whole = Stretch::Of(hazards[bin] * risk, kScale.width[bin]);
+    while (count > 0 && whole.Pays(following[count - 1])) whole = whole.Then(following[--count]);
+    following[count++] = whole;
+  }
+  return indices;
+}
+
 // ---- life tables ----
 
 void LifeTable::Begin(uint64_t tick, double weight) {
@@ -113,14 +156,15 @@ void LifeTable::Sum(uint64_t now, Bins* uses, Bins* exposure) const {
   *uses = uses_;
   Bins ends = ends_;
   Bins age_sum = ended_age_;
-  for (const Cohort& cohort : cohorts_) {
+  int bin = kAgeBins - 1;
+  for (const Cohort& cohort : cohorts_) {  // the oldest first
     const double age = std::max(0.0, (static_cast<double>(now) - cohort.mean_tick) / kTicksPerSecond);
-    const int bin = AgeBin(age);
+    while (kScale.edge[bin] > age) --bin;
     ends[bin] += cohort.weight;
     age_sum[bin] += age * cohort.weight;
   }
   double later = 0;
-  for (int bin = kAgeBins - 1; bin >= 0; --bin) {
+  for (bin = kAgeBins - 1; bin >= 0; --bin) {
     (*exposure)[bin] = later * kScale.width[bin] + std::max(0.0, age_sum[bin] - kScale.edge[bin] * ends[bin]);
     later += ends[bin];
   }
@@ -334,23 +378,8 @@ void SurvivalPolicy::Refresh(uint16_t queue, uint64_t now) {
   own.total_uses = uses;
   const double shared = (risk_uses + kPriorRiskUses) / (risk_expected + kPriorRiskUses);
   const double risk = (uses + kPriorQueueUses * shared) / (expected + kPriorQueueUses);
-  // Gittins: the best ratio of P(use) to expected time, over all ages at which to give up. Within a bin a life ends
-  // by a use with probability x / (1 + x), where x is what the hazard amounts to.
-  for (int from = 0; from < kAgeBins; ++from) {
-    double alive = 1;
-    double used = 0;
-    double time = 0;
-    double best = 0;
-    for (int bin = from; bin < kAgeBins; ++bin) {
-      const double width = bin == from ? kScale.width[bin] / 2 : kScale.width[bin];
-      const double share = 1 / (1 + hazards[bin] * risk * width);
-      used += alive * (1 - share);
-      time += alive * share * width;
-      alive *= share;
-      best = std::max(best, used / time);
-    }
-    own.index[static_cast<size_t>(from)] = static_cast<float>(best);
-  }
+  const Bins indices = GittinsIndices(hazards, risk);
+  for (size_t bin = 0; bin < kAgeBins; ++bin) own.index[bin] = static_cast<float>(indices[bin]);
 }
 
 double SurvivalPolicy::IndexOf(uint16_t queue, double seconds) const {

@@ -24,6 +24,10 @@ using Bins = std::array<double, kAgeBins>;
 // Ages in seconds fall into bins that grow by half: 0-1, 1-1.5, ... the last one begins at 2 days.
 int AgeBin(double seconds);
 
+// For what is in the middle of each bin of age, the Gittins index: the highest ratio of P(use) to expected time, over all
+// ages at which it might be given up. The hazards are uses per second, `risk` raises or lowers all of them.
+Bins GittinsIndices(const Bins& hazards, double risk);
+
 // The lives of the blocks in one queue: those that ended, by the age at which they did, and those that go on.
 class LifeTable {
  public:
