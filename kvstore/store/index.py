@@ -143,7 +143,9 @@ class Index:
             if value is not None:
                 found.append(Giver(space, space.worth(value)))
         is_owed = asking.missing_bytes(tier) > 0
-        return sorted(found, key=lambda giver: (is_owed and giver.space is asking, giver.worth))
+        return sorted(
+            found, key=lambda giver: (is_owed and giver.space is asking, giver.worth, giver.space.quota.priority)
+        )
 
     def worth_of(self, space: Space, block_id: int) -> float:
         """What a block is worth as of the latest request; `lock` must be held."""

@@ -459,7 +459,7 @@ class KvStoreConformance:
             assert kept[:10] + kept[14:] == [100] * 16
 
     @pytest.mark.parametrize("seconds", [-1, -0.001, float("nan"), float("inf"), 1e9, True, "soon"])
-    def test_seconds_that_cannot_be_are_refused(self, store: KvStore, seconds: Any) -> None:
+    def test_seconds_that_cannot_be_are_refused(self, store: KvStore, seconds: float) -> None:
         store_prompt(store, BASE, PROMPT)
         with pytest.raises(InvalidArgumentError, match="seconds is"):
             store.hint_next_use(BASE, PROMPT, seconds=seconds)
