@@ -181,6 +181,16 @@ class HostPool:
                 pass
             return self._slots.take(count)
 
+    def allocate_outside(self, extent: SlotRange, count: int) -> Slots:
+        """Up to `count` free slots of the other extents, as they are."""
+        with self._lock:
+            return self._slots.take(count, outside=extent)
+
+    def used_in(self, extent: SlotRange) -> int:
+        """Used slots of one extent."""
+        with self._lock:
+            return self._slots.used_in(extent)
+
     def free(self, slots: Slots) -> None:
         """Give slots back; their bytes are undefined from now on. Freeing a slot twice is a programming error."""
         slots = as_slots(slots)

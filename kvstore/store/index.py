@@ -132,12 +132,14 @@ class Index:
     def givers(self, tier: Tier, asking: Space) -> list[Giver]:
         """Spaces from which blocks may leave `tier` for one that asks, the least worth first; `lock` must be held.
 
-        What is worth least is judged as of the latest request. Others give nothing of what their quota ensures them;
-        one that has less than its own quota ensures it gives last.
+        What is worth least is judged as of the latest request. Others give nothing of what their quota ensures them,
+        and nothing at all to one that is at its own limit; one that has less than its quota ensures it gives last.
         """
         found: list[Giver] = []
-        for space in self._spaces.values():
-            if space is not asking and not space.spare_blocks(tier):
+        pool = asking.pool(tier)
+        spaces = [asking] if pool is None or pool.at_limit else self._spaces.values()
+        for space in spaces:
+            if space is not asking and space.least_bytes(tier) and not space.spare_blocks(tier):
                 continue
             value = space.tree.victim_value(tier, self._tick)
             if value is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.radix.tree import NO_SLOT
+from kvstore.store.moving import is_movable, move_out
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.space import Space
     from kvstore.tiers.base import Pool, SlotRange
+    from kvstore.tiers.disk_pool import DiskPool
     from kvstore.types import BlockIds, Slots
 
 _BATCH_BYTES = 64 << 20
@@ -63,8 +65,6 @@ class RoomMaker:
     def shortage(self, space: Space, path: BlockIds) -> str:
         """Why `reserve` gave less than it was asked for, as counters call it; the index lock must be held."""
         givers = self._index.givers(Tier.HOST, space)
-        if space.host.at_limit:
-            givers = [giver for giver in givers if giver.space is space]
         if givers and givers[0].worth > self._affordable(space, path) * _NEARLY_EQUAL:
             return "not_worth"
         return "quota" if space.host.at_limit else "host_full"
@@ -111,11 +111,8 @@ class RoomMaker:
 
     def _free(self, space: Space, tier: Tier, wanted: int, worth: float) -> bool:
         """Let blocks leave a tier that are worth no more than `worth`, the least worth first; false if none could."""
-        pool = space.pool(tier)
         with self._index.lock:
             givers = self._index.givers(tier, space)
-        if pool is None or pool.at_limit:
-            givers = [giver for giver in givers if giver.space is space]
         tries = 0
         for giver in givers:
             if giver.worth > worth * _NEARLY_EQUAL:
@@ -233,50 +230,79 @@ class RoomMaker:
         return _give_back_idle([pool])
 
     def _reclaim(self, space: Space, tier: Tier, worth: float) -> bool:
-        """Return one extent or slab of a space to its tier, so that another space can have it; true if that was done.
-
-        Emptied as it lies it may be worth more than its least block, or take with it what lies below, elsewhere. So
-        where that would be lost, or is ensured to the space, blocks leave by their worth until an extent is empty.
-        """
-        pool = space.pool(tier)
-        if pool is None:
+        """Return one extent or slab of a space to its tier, for another space to have; true if that was done."""
+        if tier is Tier.HOST:
+            return self._reclaim_extent(space, worth)
+        if space.disk is None:
             return False
-        if self._index.disk is None or space.least_bytes(tier):
-            return self._reclaim_by_worth(space, tier, pool, worth)
-        return self._reclaim_range(space, tier, pool)
+        if space.least_bytes(tier):
+            return self._reclaim_by_worth(space, space.disk)
+        return self._reclaim_slab(space, space.disk)
 
-    def _reclaim_by_worth(self, space: Space, tier: Tier, pool: Pool, worth: float) -> bool:
-        step = max((slot_range.count for slot_range in pool.ranges()), default=0)
-        for _ in range(_RECLAIM_TRIES):
-            count = min(step, space.spare_blocks(tier))
-            if not count or not self._evict(space, tier, count, worth):
+    def _reclaim_extent(self, space: Space, worth: float) -> bool:
+        """Let as much leave as the emptiest extent holds, by worth, and move what is left in that one elsewhere."""
+        for extent in sorted(space.host.ranges(), key=space.host.used_in):
+            # What somebody holds cannot move. Looking on loses nothing: pins may hold any number of extents for long.
+            if not is_movable(self._index, space, extent):
+                continue
+            used_count = space.host.used_in(extent)
+            missing_count = used_count - (space.host.free_slots - (extent.count - used_count))
+            if missing_count > 0 and not self._evict_all(space, missing_count, worth):
                 return False
-            if _give_back_idle([pool]):
+            move_out(self._index, space, extent)
+            if space.host.give_back(extent):
                 return True
         return False
 
-    def _reclaim_range(self, space: Space, tier: Tier, pool: Pool) -> bool:
+    def _evict_all(self, space: Space, count: int, worth: float) -> bool:
+        """Let `count` blocks that others may take leave host memory; false, and none leaves, where there are fewer."""
+        if count > space.spare_blocks(Tier.HOST):
+            return False
+        with self._index.lock:
+            ids = space.tree.take_victims(Tier.HOST, count, space.value(worth))
+            freed = space.keep(ids) if ids.size < count else None
+        if freed is None:
+            return self._leave_host(space, ids)
+        self._index.settle(freed)
+        return False
+
+    def _reclaim_by_worth(self, space: Space, disk: DiskPool) -> bool:
+        """Let blocks leave by worth until some slab is empty: what it is ensured is kept to the block.
+
+        Four slabs' worth of free slots among used ones say that no slab will be empty soon.
+        """
+        step = max((slab.count for slab in disk.ranges()), default=0)
+        while disk.free_slots < _RECLAIM_TRIES * step:
+            count = min(step, space.spare_blocks(Tier.DISK))
+            if not count or not self._evict(space, Tier.DISK, count, inf):
+                return False
+            if _give_back_idle([disk]):
+                return True
+        return False
+
+    def _reclaim_slab(self, space: Space, disk: DiskPool) -> bool:
+        """Empty a slab as it lies."""
         tries = 0
-        for slot_range in pool.ranges():
+        for slab in disk.ranges():
             if tries == _RECLAIM_TRIES:
                 break
-            # Where everything is held nothing is lost by looking on: pins may hold any number of extents for long.
-            tries += self._leave_range(space, tier, slot_range)
-            if pool.give_back(slot_range):
+            # Where everything is held nothing is lost by looking on: pins may hold any number of slabs for long.
+            tries += self._leave_slab(space, slab)
+            if disk.give_back(slab):
                 return True
         return False
 
-    def _leave_range(self, space: Space, tier: Tier, slot_range: SlotRange) -> bool:
+    def _leave_slab(self, space: Space, slab: SlotRange) -> bool:
         """Evict what is not held in a range of slots, a slice of the tree at a time; true if there was something."""
         found = False
         next_id: int | None = 0
         while next_id is not None:
             with self._index.lock:
-                ids, next_id = space.tree.take_range(tier, slot_range.first, slot_range.count, next_id)
+                ids, next_id = space.tree.take_range(Tier.DISK, slab.first, slab.count, next_id)
             if not ids.size:
                 continue
             found = True
-            self._leave(space, tier, ids)
+            self._leave_disk(space, ids)
         return found
 
 

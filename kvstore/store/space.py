@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore.events import EventLog
     from kvstore.store.settings import Quota
-    from kvstore.tiers.base import Pool
+    from kvstore.tiers.base import Pool, SlotRange
     from kvstore.tiers.disk_pool import DiskPool
     from kvstore.tiers.host import HostPool
     from kvstore.types import BlockIds, KvLayout, Root, Slots, TokenArray
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _ROOTS_REMEMBERED = 4096
 # Its values are uses per second of a block's room. Those of the other policies only give an order.
 _MEASURING_POLICY = "survival"
+# From here on slots of the disk are numbers only, of blocks that change their place in host memory; see Space.move.
+_PASSING_SLOT = 0xFFF0_0000
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,35 @@ class Space:
     def evict(self, ids: BlockIds, tier: Tier) -> Freed:
         """Let blocks leave a tier; a last copy goes with everything below it. Held blocks are kept."""
         return self._report(self.tree.evict(ids, tier), tier)
+
+    def keep(self, ids: BlockIds) -> Freed:
+        """Let victims of host memory stay where they are."""
+        self.tree.lease(ids)
+        self.tree.evict(ids, Tier.HOST)
+        return self._freed(self.tree.release(ids))
+
+    def move(self, ids: BlockIds, slots: Slots, extent: SlotRange, first_id: int) -> Freed:
+        """Give victims of host memory other slots there, to which they were copied; those without one stay.
+
+        `ids` are what `take_range` gave for `extent` from `first_id` on. What somebody leased meanwhile stays, too.
+        A block that leaves its only tier is gone, so each one that has no copy on disk gets a slot there for the
+        moment, which exists by its number alone. Nobody sees it: the lock is held for all of it.
+        """
+        kept = self.keep(ids)
+        targets = dict(zip(ids.tolist(), slots.tolist(), strict=False))
+        unheld, _ = self.tree.take_range(Tier.HOST, extent.first, extent.count, first_id)
+        is_moving = np.array([block in targets for block in unheld.tolist()], dtype=np.bool_)
+        self.keep(unheld[~is_moving])
+        moving = unheld[is_moving]
+        moved_to = np.array([targets.pop(block) for block in moving.tolist()], dtype=np.uint32)
+        self.tree.place(moving, Tier.DISK, np.arange(moving.size, dtype=np.uint32) + np.uint32(_PASSING_SLOT))
+        moved_from = self.tree.evict(moving, Tier.HOST).slots(Tier.HOST)
+        self.tree.place(moving, Tier.HOST, moved_to)
+        passing, _ = self.tree.take_range(Tier.DISK, _PASSING_SLOT, moving.size, first_id)
+        self.tree.evict(passing, Tier.DISK)
+        unused = np.array(list(targets.values()), dtype=np.uint32)
+        host = np.concatenate([kept.host, moved_from, unused])
+        return Freed(self, kept.blocks, host, kept.disk, kept.more)
 
     def drop(self, ids: BlockIds) -> Freed:
         """Remove blocks and all below them whatever their holds; held ones give their slots back at the release."""
