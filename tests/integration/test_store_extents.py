@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def fill_and_mix(store: Store) -> list[int]:
-    """Fill host memory; returns the names of the prompts in the order of their last use, which is not that of places."""
+    """Fill host memory; returns the prompts in the order of their last use, which is not that of their places."""
     for name in range(PROMPTS):
         store_prompt(store, OURS, prompt_of(name))
     names = list(range(PROMPTS))
