@@ -219,13 +219,13 @@ class RadixTree:
         """
         return self._native.victim_value(_index_of(tier), tick)
 
-    def rehearsed(self) -> tuple[float, float, list[tuple[int, float]]]:
-        """What caches of other sizes would have found: (blocks looked up, blocks found, [(capacity, blocks found)]).
+    def rehearsed(self, tier: Tier) -> tuple[float, float, list[tuple[int, float]]]:
+        """What other capacities of `tier` would have found: (blocks looked up, blocks found, [(capacity, blocks found)]).
 
-        Counted since the tree was full; the list is empty until then, and for policies that do not rehearse. The
-        capacities are a quarter, a half, one, two and four times that of the lowest tier that is full.
+        Found is what was in `tier` or in one before it. Counted since `tier` was full; the list is empty until then, and for policies that do not rehearse. The
+        capacities are a quarter, a half, one, two and four times the blocks that the tier has.
         """
-        return self._native.rehearsed()
+        return self._native.rehearsed(_index_of(tier))
 
     def value_of(self, block_id: int, tick: int) -> float:
         """What a block in the tree is worth; see `victim_value`. 0 for one that was removed."""

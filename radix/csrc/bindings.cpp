@@ -158,13 +158,14 @@ void BindTree(nb::module_& module) {
            },
            "ids"_a.noconvert(), "tier"_a, "slots"_a.noconvert())
       .def("rehearsed",
-           [](const RadixTree& tree) {
-             const kvstore::Rehearsal* rehearsal = tree.rehearsal();
+           [](const RadixTree& tree, int64_t tier) {
+             const kvstore::Rehearsal* rehearsal = tree.rehearsal(tier);
              const kvstore::Rehearsed result = rehearsal == nullptr ? kvstore::Rehearsed{} : rehearsal->result();
              std::vector<std::pair<uint64_t, double>> capacities;
              for (const auto& [blocks, found] : result.capacities) capacities.emplace_back(blocks, found);
              return std::tuple(result.looked_up, result.found, capacities);
-           })
+           },
+           "tier"_a)
       .def("victim_value", &RadixTree::VictimValue, "tier"_a, "tick"_a)
       .def("value_of", &RadixTree::ValueOf, "block_id"_a, "tick"_a)
       .def("take_victims",

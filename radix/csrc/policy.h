@@ -87,12 +87,13 @@ class EvictionPolicy {
   // Nothing will be heard of them any more.
   virtual void Forgotten(const History&, uint64_t /*now*/, uint32_t) {}
 
-  // Requests as wholes, for policies that rehearse: one looked a prompt up and found these prefixes of it; one stores a
-  // prompt, of whose prefixes it had found the first `found`; a tier with so many blocks has no room.
-  virtual void LookedUp(const Prefixes&, const Access&) {}
+  // Requests as wholes, for policies that rehearse: one looked a prompt up, found these prefixes of it and so many
+  // blocks in the tiers from the first to this one; one stores a prompt, of whose prefixes it had found the first `found`; a tier with so many blocks has no room.
+  virtual void LookedUp(const Prefixes&, const Access&, const uint32_t (&/*found*/)[2]) {}
   virtual void Stored(const Prefixes&, size_t /*found*/, const Access&) {}
   virtual void Full(int /*tier*/, uint32_t /*blocks*/) {}
-  virtual const Rehearsal* rehearsal() const { return nullptr; }
+  virtual bool rehearses() const { return false; }
+  virtual const Rehearsal* rehearsal(int /*tier*/) const { return nullptr; }
 
   // How many blocks are remembered after they left, for each one in the tree.
   virtual double ghost_ratio() const { return 0; }

@@ -117,8 +117,8 @@ class RadixTree {
   Staged Stage(const Key128& root, TokenSpan tokens, int64_t from_block, uint64_t tick);
   std::vector<uint8_t> Place(IdSpan ids, int64_t tier, IdSpan slots);
 
-  // What other capacities would have found; nothing where the policy does not rehearse.
-  const Rehearsal* rehearsal() const { return policy_->rehearsal(); }
+  // What other capacities of a tier would have found; null where the policy does not rehearse.
+  const Rehearsal* rehearsal(int64_t tier) const { return policy_->rehearsal(CheckTier(tier)); }
   // What the block that leaves the tier first is worth at `tick`; see EvictionPolicy::ValueOf.
   std::optional<double> VictimValue(int64_t tier, uint64_t tick);
   double ValueOf(uint32_t id, uint64_t tick);  // of a block in the tree

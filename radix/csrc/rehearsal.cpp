@@ -72,10 +72,10 @@ void Rehearsal::SetCapacity(uint64_t blocks) {
   }
 }
 
-void Rehearsal::Look(const Prefixes& prefix, const Access& access) {
+void Rehearsal::Look(const Prefixes& prefix, const Access& access, uint32_t found_blocks) {
   if (capacity_blocks_ == 0) return;
   looked_up_ += access.prompt_blocks;
-  found_ += access.known_blocks;
+  found_ += found_blocks;
   size_t found = prefix.size();
   const std::vector<uint32_t> path = FindPath(prefix, &found);
   Compare();

@@ -79,8 +79,9 @@ class Rehearsal {
   // Tells how many blocks the cache holds, now that it is full. Nothing is rehearsed before.
   void SetCapacity(uint64_t blocks);
 
-  // A request looked a prompt up. The fingerprints are those of what the tree has of it, from the root on.
-  void Look(const Prefixes& prefix, const Access& access);
+  // A request looked a prompt up, and found so many blocks in the cache. The fingerprints are those of what the tree has of
+  // it, from the root on.
+  void Look(const Prefixes& prefix, const Access& access, uint32_t found_blocks);
   // It stores the whole prompt, of which it had found the first `found` fingerprints.
   void Store(const Prefixes& prefix, size_t found, const Access& access);
 

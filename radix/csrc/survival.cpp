@@ -177,8 +177,8 @@ size_t LifeTable::bytes() const { return sizeof(*this) + cohorts_.capacity() * s
 SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks)
     : block_units_(block_tokens / kUnitTokens),
       queues_(static_cast<size_t>(kKinds) * kNews),
-      kinds_(kKinds),
-      rehearsal_(std::make_unique<Rehearsal>(this, prefix_blocks)) {
+      kinds_(kKinds) {
+  for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal = std::make_unique<Rehearsal>(this, prefix_blocks);
   for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
 }
 
@@ -266,18 +266,15 @@ void SurvivalPolicy::Forgotten(const History& history, uint64_t now, uint32_t bl
 
 // ---- rehearsing ----
 
-void SurvivalPolicy::LookedUp(const Prefixes& prefixes, const Access& access) { rehearsal_->Look(prefixes, access); }
+void SurvivalPolicy::LookedUp(const Prefixes& prefixes, const Access& access, const uint32_t (&found)[2]) {
+  for (int tier = 0; tier < 2; ++tier) rehearsals_[tier]->Look(prefixes, access, found[tier]);
+}
 
 void SurvivalPolicy::Stored(const Prefixes& prefixes, size_t found, const Access& access) {
-  rehearsal_->Store(prefixes, found, access);
+  for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal->Store(prefixes, found, access);
 }
 
-// What leaves the lower tier is gone, so as soon as that one is full it is what matters.
-void SurvivalPolicy::Full(int tier, uint32_t blocks) {
-  if (tier < full_tier_) return;
-  full_tier_ = tier;
-  rehearsal_->SetCapacity(blocks);
-}
+void SurvivalPolicy::Full(int tier, uint32_t blocks) { rehearsals_[tier]->SetCapacity(blocks); }
 
 // ---- what the tables tell ----
 
@@ -388,7 +385,7 @@ double SurvivalPolicy::IndexOf(uint16_t queue, double seconds) const {
 }
 
 double SurvivalPolicy::ValueOf(const History& history, uint64_t now) const {
-  if (rehearsal_->prefers_recency()) return 1 / (1 + SecondsBetween(history.tick, now));
+  if (rehearsals_[0]->prefers_recency()) return 1 / (1 + SecondsBetween(history.tick, now));
   return IndexOf(history.queue, SecondsBetween(history.tick, now));
 }
 
@@ -419,7 +416,7 @@ uint32_t SurvivalPolicy::LeastRecent(const Candidates& candidates) const {
 }
 
 uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t now) {
-  if (rehearsal_->prefers_recency()) return LeastRecent(candidates);
+  if (rehearsals_[tier]->prefers_recency()) return LeastRecent(candidates);
   std::vector<Offer>& offers = offers_[tier];
   if (offers_tick_[tier] != now) {
     for (Offer& offer : offers) offer.version = 0;
@@ -437,7 +434,7 @@ uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t
 size_t SurvivalPolicy::bytes() const {
   size_t bytes = sizeof(*this) + queues_.size() * sizeof(queues_[0]) + kinds_.size() * sizeof(Totals) +
                  2 * offers_[0].size() * sizeof(Offer) + opened_.capacity() * sizeof(uint16_t);
-  bytes += rehearsal_->bytes();
+  for (const std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) bytes += rehearsal->bytes();
   for (uint16_t queue : opened_) bytes += sizeof(Queue) + queues_[queue]->lives.bytes();
   return bytes;
 }

@@ -74,10 +74,11 @@ class SurvivalPolicy : public EvictionPolicy {
   History Renewed(const History& before, const Access& access, uint32_t blocks) override;
   History Hinted(const History& before, const Hint& hint, uint32_t blocks) override;
   void Forgotten(const History& history, uint64_t now, uint32_t blocks) override;
-  void LookedUp(const Prefixes& prefixes, const Access& access) override;
+  void LookedUp(const Prefixes& prefixes, const Access& access, const uint32_t (&found)[2]) override;
   void Stored(const Prefixes& prefixes, size_t found, const Access& access) override;
   void Full(int tier, uint32_t blocks) override;
-  const Rehearsal* rehearsal() const override { return rehearsal_.get(); }
+  bool rehearses() const override { return true; }
+  const Rehearsal* rehearsal(int tier) const override { return rehearsals_[tier].get(); }
   double ghost_ratio() const override { return 16; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
   uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) override;
@@ -148,8 +149,7 @@ class SurvivalPolicy : public EvictionPolicy {
   std::array<std::array<double, kNews>, kRiskGroups> risk_expected_{};
   std::vector<Offer> offers_[2];
   uint64_t offers_tick_[2] = {0, 0};
-  int full_tier_ = 0;
-  std::unique_ptr<Rehearsal> rehearsal_;
+  std::unique_ptr<Rehearsal> rehearsals_[2];  // for each tier
 };
 
 }  // namespace kvstore
