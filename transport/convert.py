@@ -21,6 +21,7 @@ from kvstore.types import (
     Tier,
     TierRun,
     TierStats,
+    WhatIf,
     require_root,
 )
 from kvstore.v1 import admin_service_pb2, block_pb2, cache_service_pb2
@@ -172,6 +173,10 @@ def stats_to_proto(stats: StoreStats) -> block_pb2.StoreStats:
         message.tiers[name].MergeFrom(
             block_pb2.TierStats(capacity_bytes=tier.capacity_bytes, used_bytes=tier.used_bytes, blocks=tier.blocks)
         )
+    for row in stats.what_if:
+        message.what_if.add(
+            tier=row.tier, scale=row.scale, capacity_bytes=row.capacity_bytes, hit_rate=row.hit_rate
+        )
     return message
 
 
@@ -186,6 +191,7 @@ def stats_from_proto(message: block_pb2.StoreStats) -> StoreStats:
         rejected_blocks=dict(message.rejected_blocks),
         evicted_blocks=dict(message.evicted_blocks),
         disk_faults=dict(message.disk_faults),
+        what_if=tuple(WhatIf(row.tier, row.scale, row.capacity_bytes, row.hit_rate) for row in message.what_if),
         **{name: getattr(message, name) for name in _SIMPLE_STATS},
     )
 

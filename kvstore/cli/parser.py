@@ -68,7 +68,8 @@ def _add_demo(commands: Commands) -> None:
 
 def _add_looking(commands: Commands) -> None:
     _add_remote(commands, "status", "Say whether the sidecar serves, and its version.")
-    _add_remote(commands, "stats", "Occupancy and counters since the start of the sidecar.")
+    stats = _add_remote(commands, "stats", "Occupancy and counters since the start of the sidecar.")
+    stats.add_argument("--what-if", action="store_true", help="what other capacities would have found instead")
     match = _add_remote(commands, "match", "How much of a prompt is stored, and where. Changes no recency.")
     _add_prompt(match)
     _add_remote(commands, "verify", "Check every invariant of the index; exit code 1 if one is broken.")

@@ -16,6 +16,7 @@ from kvstore.store.pins import PinTable
 from kvstore.store.room import RoomMaker
 from kvstore.store.settings import StoreSettings
 from kvstore.store.stage import StoreStage
+from kvstore.store.what_if import what_if
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import HostTier
 from kvstore.tokens import as_token_array
@@ -211,6 +212,7 @@ class Store:
                 pins=len(self._pins),
                 index_bytes=sum(space.tree.memory_bytes for space in spaces),
                 policy_bytes=sum(space.tree.policy_bytes for space in spaces),
+                what_if=what_if(spaces),
             )
 
     def verify(self) -> Verification:
