@@ -315,8 +315,9 @@ uint32_t RadixTree::ChooseVictim(int tier) {
     }
     const uint32_t begin = node.runs.BeginOf(last.depth, node.depth);
     History history = node.runs.At(last.depth);
-    if (!policy_->Spares(&history, history.end - begin)) return node_id;
-    node.runs.Update(node.depth, begin, history.end, [&](const History&, uint32_t, uint32_t) { return history; });
+    const uint32_t end = history.end;  // a policy may make a history anew, without it
+    if (!policy_->Spares(&history, end - begin)) return node_id;
+    node.runs.Update(node.depth, begin, end, [&](const History&, uint32_t, uint32_t) { return history; });
     Refresh(node_id);
     ++steps_;
   }
