@@ -123,6 +123,11 @@ STORE_METRICS = (
     StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: _single(stats.stages)),
     StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: _single(stats.pins)),
     StoreMetric("kvstore_index_bytes", "Memory of the index.", lambda stats: _single(stats.index_bytes)),
+    StoreMetric(
+        "kvstore_policy_bytes",
+        "Memory of what the eviction policy has learnt, and remembers of blocks that left.",
+        lambda stats: _single(stats.policy_bytes),
+    ),
 )
 CALL_SECONDS = "kvstore_call_seconds"
 CALL_SECONDS_SENTENCE = "Duration of calls, by method and status."

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from kvstore.errors import InvalidLayoutError, InvalidNamespaceError
+from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     BlockIds = NDArray[np.uint32]
     Slots = NDArray[np.uint32]
 
+SECONDS_MAX = 1e9
 DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -254,6 +255,7 @@ class StoreStats:
     stages: int
     pins: int
     index_bytes: int
+    policy_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +271,13 @@ def require_namespace(namespace: object) -> None:
     """Raise InvalidNamespaceError unless it is a Namespace: for interfaces that untyped callers use."""
     if not isinstance(namespace, Namespace):
         raise InvalidNamespaceError(f"namespace is a {type(namespace).__name__}, expected a kvstore.Namespace")
+
+
+def require_seconds(seconds: object, name: str) -> float:
+    """The seconds until something; raises InvalidArgumentError unless they are a number of 0 or more, below 1e9."""
+    if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < SECONDS_MAX:
+        return float(seconds)
+    raise InvalidArgumentError(f"{name} is {seconds!r}, expected seconds, at least 0 and below 1e9, or None for never")
 
 
 def require_root(root: object) -> None:

@@ -146,8 +146,13 @@ class DiskTier:
         """I/O buffers in use now; 0 when nothing moves."""
         return self._services.transfer.busy_buffers
 
-    def pool(self, ns_id: bytes, part_sizes: tuple[int, ...], block_tokens: int) -> DiskPool:
-        """The pool of a namespace, made at the first call. Raises LayoutMismatchError if it has other blocks."""
+    def pool(
+        self, ns_id: bytes, part_sizes: tuple[int, ...], block_tokens: int, *, bytes_max: int | None = None
+    ) -> DiskPool:
+        """The pool of a namespace, made at the first call. Raises LayoutMismatchError if it has other blocks.
+
+        From a call with `bytes_max` on it makes no slab that would bring its slabs above so many bytes.
+        """
         if len(part_sizes) > PARTS_MAX:
             raise InvalidLayoutError(f"a block has {len(part_sizes)} parts, the disk tier takes at most {PARTS_MAX}")
         with self._lock:
@@ -162,6 +167,8 @@ class DiskTier:
                 f"namespace {ns_id.hex()} has blocks of {pool.block_tokens} tokens with parts of {pool.part_sizes} "
                 f"bytes on disk, not {block_tokens} with {part_sizes}"
             )
+        if bytes_max is not None:
+            pool.bytes_max = bytes_max
         return pool
 
     def recovered_namespaces(self) -> list[RecoveredNamespace]:

@@ -67,11 +67,16 @@ class SlabFolder:
         """Real bytes of all slab files."""
         return self._file_bytes
 
-    def create(self, ns_id: bytes, geometry: SlotGeometry) -> Slab | None:
-        """A new, preallocated slab; None when the capacity or the file system has no room for it, and after close()."""
+    def create(self, ns_id: bytes, geometry: SlotGeometry, bytes_max: int | None = None) -> Slab | None:
+        """A new, preallocated slab of at most `bytes_max`.
+
+        None when that, the capacity or the file system has no room for one, and after close().
+        """
         with self._lock:
             slot_count = 0 if self._closed else self._affordable_slots(geometry)
-            if slot_count == 0:
+            if bytes_max is not None:
+                slot_count = min(slot_count, (bytes_max - slab_bytes(geometry, 0)) // geometry.slot_bytes)
+            if slot_count <= 0:
                 return None
             header = SlabHeader(self._next_number, ns_id, slot_count, geometry.part_sizes, geometry.block_tokens)
             path = self._path / f"slab-{header.number:08d}.kvs"

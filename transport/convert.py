@@ -47,6 +47,7 @@ _SIMPLE_STATS = (
     "stages",
     "pins",
     "index_bytes",
+    "policy_bytes",
 )
 _MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults")
 
@@ -150,6 +151,16 @@ def set_duration(message: Duration, seconds: float, name: str) -> None:
 def duration_seconds(message: Duration) -> float:
     """The seconds of a Duration, whatever its fields hold."""
     return float(message.seconds) + float(message.nanos) / 1e9
+
+
+def hinted_seconds(message: cache_service_pb2.HintRequest) -> float | None:
+    """When a prompt will be used again; None is never. Raises InvalidArgumentError if the hint does not say."""
+    match message.WhichOneof("use"):
+        case "next":
+            return duration_seconds(message.next)
+        case "end":
+            return None
+    raise InvalidArgumentError("the hint says neither when the prompt will be used again nor that it will not")
 
 
 def stats_to_proto(stats: StoreStats) -> block_pb2.StoreStats:

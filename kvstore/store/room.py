@@ -1,12 +1,16 @@
 """Making room: which blocks leave host or disk so that others can come, and the copies to disk this takes.
 
-The order of leaving is the index's (coldest first, leaves first); a block that leaves host memory goes to disk where
-there is one. Everything here runs on the thread that asked for room, one thread at a time, within a time limit.
+Among namespaces the one gives whose next block is worth least per byte; within one its eviction policy decides, leaves
+first. A block that leaves host memory goes to disk where there is one. Where there is none, and what leaves is lost,
+new blocks take the room only of what is worth no more than themselves. A namespace at its own limit makes room within
+itself, and no other one takes what its quota ensures it. Everything here runs on the thread that asked for room, one
+thread at a time, within a time limit.
 """
 
 from __future__ import annotations
 
 import threading
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 64 << 20
 _RECLAIM_TRIES = 4
+_GIVERS_MAX = 4
+_NEARLY_EQUAL = 1.01  # as the tree compares values: the policy's estimates are no better
 _EMPTY = np.empty(0, dtype=np.uint32)
 
 
@@ -34,8 +40,11 @@ class RoomMaker:
         self._index = index
         self.lock = threading.Lock()
 
-    def reserve(self, space: Space, count: int) -> Slots:
-        """Up to `count` host slots, after evicting colder blocks where needed; fewer when nothing may leave in time."""
+    def reserve(self, space: Space, path: BlockIds, count: int) -> Slots:
+        """Up to `count` host slots for the last blocks of a path, after evicting others where needed.
+
+        Fewer when nothing may leave in time; see `shortage`.
+        """
         clock = self._index.clock
         deadline = clock.monotonic() + self._index.settings.room_seconds_max
         slots = space.host.allocate(count)
@@ -43,10 +52,22 @@ class RoomMaker:
             return slots
         try:
             return _allocate_with(
-                space.host, count, slots, lambda rest: clock.monotonic() < deadline and self._free_host(space, rest)
+                space.host,
+                count,
+                slots,
+                lambda rest: clock.monotonic() < deadline and self._free_host(space, path, rest),
             )
         finally:
             self.lock.release()
+
+    def shortage(self, space: Space, path: BlockIds) -> str:
+        """Why `reserve` gave less than it was asked for, as counters call it; the index lock must be held."""
+        givers = self._index.givers(Tier.HOST, space)
+        if space.host.at_limit:
+            givers = [giver for giver in givers if giver.space is space]
+        if givers and givers[0].worth > self._affordable(space, path) * _NEARLY_EQUAL:
+            return "not_worth"
+        return "quota" if space.host.at_limit else "host_full"
 
     def flush(self) -> None:
         """Write every committed block that is in host memory alone to disk, as far as the disk has room."""
@@ -73,18 +94,40 @@ class RoomMaker:
                     freed = space.release(ids)
                 self._index.settle(freed)
 
-    def _free_host(self, space: Space, wanted: int) -> bool:
+    def _affordable(self, space: Space, path: BlockIds) -> float:
+        """What blocks may be worth, at most, that leave for those at the end of a path; the index lock must be held."""
+        if self._index.disk is not None or space.missing_bytes(Tier.HOST) > 0:
+            return inf
+        return self._index.worth_of(space, int(path[-1]))
+
+    def _free_host(self, space: Space, path: BlockIds, wanted: int) -> bool:
         """Let some blocks leave host memory; false if none could."""
         others = [other.host for other in self._index.spaces() if other is not space]
-        if _give_back_idle(others) or self._free_condemned():
+        if (not space.host.at_limit and _give_back_idle(others)) or self._free_condemned():
             return True
         with self._index.lock:
-            coldest = self._index.coldest_space(Tier.HOST)
-        if coldest is None:
-            return False
-        if coldest is not space and self._reclaim(coldest, coldest.host, Tier.HOST):
-            return True
-        return self._evict_host(space, wanted)
+            worth = self._affordable(space, path)
+        return self._free(space, Tier.HOST, wanted, worth)
+
+    def _free(self, space: Space, tier: Tier, wanted: int, worth: float) -> bool:
+        """Let blocks leave a tier that are worth no more than `worth`, the least worth first; false if none could."""
+        pool = space.pool(tier)
+        with self._index.lock:
+            givers = self._index.givers(tier, space)
+        if pool is None or pool.at_limit:
+            givers = [giver for giver in givers if giver.space is space]
+        tries = 0
+        for giver in givers:
+            if giver.worth > worth * _NEARLY_EQUAL:
+                break
+            if giver.space is space:
+                freed = self._evict(space, tier, min(wanted, _batch_blocks(space)), worth)
+            else:
+                tries += 1
+                freed = tries <= _GIVERS_MAX and self._reclaim(giver.space, tier, worth)
+            if freed:
+                return True
+        return False
 
     def _free_condemned(self) -> bool:
         """Free what was dropped already in some space, before anything else has to leave; true if there was one."""
@@ -95,10 +138,14 @@ class RoomMaker:
         self._index.drain(condemned)
         return True
 
-    def _evict_host(self, space: Space, wanted: int) -> bool:
+    def _evict(self, space: Space, tier: Tier, count: int, worth: float) -> bool:
+        """Let up to `count` blocks of one space leave a tier, as its policy says; true if a slot came free."""
         with self._index.lock:
-            ids = space.tree.take_victims(Tier.HOST, min(wanted, _batch_blocks(space)))
-        return self._leave_host(space, ids)
+            ids = space.tree.take_victims(tier, count, space.value(worth))
+        return self._leave(space, tier, ids)
+
+    def _leave(self, space: Space, tier: Tier, ids: BlockIds) -> bool:
+        return self._leave_host(space, ids) if tier is Tier.HOST else self._leave_disk(space, ids)
 
     def _leave_host(self, space: Space, ids: BlockIds) -> bool:
         """Copy taken victims to disk where host memory holds their only copy, then evict; true if a slot came free."""
@@ -126,7 +173,8 @@ class RoomMaker:
             slots = self._reserve_disk(space, batch.size)
             written = self._write_batch(space, batch[: slots.size], slots)
             with self._index.lock:
-                self._index.accounting.rejected_blocks["disk_full"] += batch.size - slots.size
+                reason = "quota" if space.disk is not None and space.disk.at_limit else "disk_full"
+                self._index.accounting.rejected_blocks[reason] += batch.size - slots.size
                 self._index.accounting.rejected_blocks["disk_error"] += slots.size - written
             if slots.size < batch.size:
                 return False
@@ -159,17 +207,9 @@ class RoomMaker:
     def _free_disk(self, space: Space, wanted: int) -> bool:
         """Let some blocks leave the disk; false if none could."""
         others = [other.disk for other in self._index.spaces() if other is not space and other.disk is not None]
-        if _give_back_idle(others) or self._free_condemned() or self._drop_unclaimed():
+        if space.disk is not None and not space.disk.at_limit and (_give_back_idle(others) or self._drop_unclaimed()):
             return True
-        with self._index.lock:
-            coldest = self._index.coldest_space(Tier.DISK)
-        if coldest is None:
-            return False
-        if coldest is not space and coldest.disk is not None and self._reclaim(coldest, coldest.disk, Tier.DISK):
-            return True
-        with self._index.lock:
-            ids = space.tree.take_victims(Tier.DISK, wanted)
-        return self._leave_disk(space, ids)
+        return self._free_condemned() or self._free(space, Tier.DISK, wanted, inf)
 
     def _leave_disk(self, space: Space, ids: BlockIds) -> bool:
         try:
@@ -192,8 +232,30 @@ class RoomMaker:
         pool.free(np.array([block.slot for block in disk.recovered(found.ns_id)], dtype=np.uint32))
         return _give_back_idle([pool])
 
-    def _reclaim(self, space: Space, pool: Pool, tier: Tier) -> bool:
-        """Empty one extent or slab of a colder space and return it to the tier, so that another space can have it."""
+    def _reclaim(self, space: Space, tier: Tier, worth: float) -> bool:
+        """Return one extent or slab of a space to its tier, so that another space can have it; true if that was done.
+
+        Emptied as it lies it may be worth more than its least block, or take with it what lies below, elsewhere. So
+        where that would be lost, or is ensured to the space, blocks leave by their worth until an extent is empty.
+        """
+        pool = space.pool(tier)
+        if pool is None:
+            return False
+        if self._index.disk is None or space.least_bytes(tier):
+            return self._reclaim_by_worth(space, tier, pool, worth)
+        return self._reclaim_range(space, tier, pool)
+
+    def _reclaim_by_worth(self, space: Space, tier: Tier, pool: Pool, worth: float) -> bool:
+        step = max((slot_range.count for slot_range in pool.ranges()), default=0)
+        for _ in range(_RECLAIM_TRIES):
+            count = min(step, space.spare_blocks(tier))
+            if not count or not self._evict(space, tier, count, worth):
+                return False
+            if _give_back_idle([pool]):
+                return True
+        return False
+
+    def _reclaim_range(self, space: Space, tier: Tier, pool: Pool) -> bool:
         tries = 0
         for slot_range in pool.ranges():
             if tries == _RECLAIM_TRIES:
@@ -214,10 +276,7 @@ class RoomMaker:
             if not ids.size:
                 continue
             found = True
-            if tier is Tier.HOST:
-                self._leave_host(space, ids)
-            else:
-                self._leave_disk(space, ids)
+            self._leave(space, tier, ids)
         return found
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from kvstore import hashing
 from kvstore.events import EventKind
 from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
+from kvstore.store.settings import NO_QUOTA
 from kvstore.tiers.base import BlockIdentity, RecoveredBlock
 from kvstore.types import PLAIN_ROOT, Tier, TierRun, require_root
 
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstore.events import EventLog
+    from kvstore.store.settings import Quota
+    from kvstore.tiers.base import Pool
     from kvstore.tiers.disk_pool import DiskPool
     from kvstore.tiers.host import HostPool
     from kvstore.types import BlockIds, KvLayout, Root, Slots, TokenArray
 
 _ROOTS_REMEMBERED = 4096
+# Its values are uses per second of a block's room. Those of the other policies only give an order.
+_MEASURING_POLICY = "survival"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,16 @@ class Space:
     """
 
     def __init__(
-        self, *, ns_id: bytes, ns_key: bytes, layout: KvLayout, host: HostPool, disk: DiskPool | None, events: EventLog
+        self,
+        *,
+        ns_id: bytes,
+        ns_key: bytes,
+        layout: KvLayout,
+        host: HostPool,
+        disk: DiskPool | None,
+        events: EventLog,
+        policy: str,
+        quota: Quota = NO_QUOTA,
     ) -> None:
         self.ns_id = ns_id
         self.retired = False  # set under the index lock: nothing may be stored here any more
@@ -83,11 +97,39 @@ class Space:
         self.layout = layout
         self.host = host
         self.disk = disk
-        self.tree = RadixTree(layout.block_tokens, hash_seed=secrets.randbits(64), ns_key=ns_key)
+        self.quota = quota
+        self.tree = RadixTree(layout.block_tokens, hash_seed=secrets.randbits(64), ns_key=ns_key, policy=policy)
+        self._scale = quota.priority / (layout.block_bytes if policy == _MEASURING_POLICY else 1)
         self._ns_key = ns_key
         self._events = events
         self._clearing = False  # what is condemned was cleared: the event that said so names no keys
         self._root_key = lru_cache(maxsize=_ROOTS_REMEMBERED)(lambda root: hashing.root_key(ns_key, root))
+
+    def pool(self, tier: Tier) -> Pool | None:
+        """What it has of a tier; None where there is no such tier."""
+        return self.host if tier is Tier.HOST else self.disk
+
+    def least_bytes(self, tier: Tier) -> int:
+        """Bytes of blocks of which other namespaces take nothing."""
+        return self.quota.host_min if tier is Tier.HOST else self.quota.disk_min
+
+    def missing_bytes(self, tier: Tier) -> int:
+        """How much it holds less than what it is owed; below 0 where it holds more."""
+        pool = self.pool(tier)
+        return self.least_bytes(tier) - (0 if pool is None else pool.used_slots * pool.slot_bytes)
+
+    def spare_blocks(self, tier: Tier) -> int:
+        """How many blocks others may take from it."""
+        pool = self.pool(tier)
+        return 0 if pool is None else max(0, -self.missing_bytes(tier) // pool.slot_bytes)
+
+    def worth(self, value: float) -> float:
+        """What a block of that value in the tree is worth: comparable between namespaces."""
+        return value * self._scale
+
+    def value(self, worth: float) -> float:
+        """The value in the tree of a block that is worth so much."""
+        return worth / self._scale
 
     def root_key(self, root: Root | None) -> bytes:
         """The 16-byte key of a root, the plain one for None."""

@@ -38,6 +38,7 @@ STATS = StoreStats(
     stages=13,
     pins=14,
     index_bytes=4096,
+    policy_bytes=2048,
 )
 
 
@@ -83,6 +84,7 @@ def test_each_store_metric_has_the_exact_value_of_the_store():
         ("kvstore_stages", ""): 13,
         ("kvstore_pins", ""): 14,
         ("kvstore_index_bytes", ""): 4096,
+        ("kvstore_policy_bytes", ""): 2048,
     }
     assert expected == {name: value for name, value in found.items() if name[0].startswith("kvstore_")}
 
