@@ -18,6 +18,7 @@ NO_SLOT = _native.NO_SLOT
 SLICE_BLOCKS = _native.SLICE_BLOCKS
 EDGE_BLOCKS = _native.EDGE_BLOCKS
 POLICIES = tuple(_native.POLICIES)
+TICK_MAX = _native.TICK_MAX
 TIERS = (Tier.HOST, Tier.DISK)
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 
@@ -176,7 +177,7 @@ class RadixTree:
         """Tell the policy when the prompt that ends with this block will be used again; None says never.
 
         It is told of the blocks that this prompt and what was appended to it do not share with others; returns how
-        many these are.
+        many these are. Raises ValueError for `seconds` below 0.
         """
         return self._native.hint_next_use(block_id, tick, seconds)
 
@@ -203,8 +204,9 @@ class RadixTree:
         """Make room in the tree for the whole blocks of `tokens`: (blocks already there, ids of all of them).
 
         What is missing is added as staged blocks. Each block of the path is leased once; the caller later releases the
-        ids. For the policy the path's blocks are in use at `tick`; the request counts where it touches them. Where fewer than `from_block` blocks are there, the ids are empty and nothing
-        changes. Staged blocks of others count as there.
+        ids. For the policy the path's blocks are in use at `tick`; the request counts where it touches them. Where
+        fewer than `from_block` blocks are there, the ids are empty and nothing changes. Staged blocks of others count
+        as there.
         """
         return self._native.stage(root, tokens, from_block, tick)
 
@@ -223,7 +225,7 @@ class RadixTree:
         return self._native.victim_value(_index_of(tier), tick)
 
     def value_of(self, block_id: int, tick: int) -> float:
-        """What a block is worth; see `victim_value`."""
+        """What a block in the tree is worth; see `victim_value`. 0 for one that was removed."""
         return self._native.value_of(block_id, tick)
 
     def take_victims(self, tier: Tier, limit: int, worth: float = inf) -> BlockIds:

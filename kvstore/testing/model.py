@@ -1,7 +1,7 @@
 """A naive model of the radix tree: the same contract in dicts, slow and easy to believe.
 
-Every answer of `kvstore.radix.tree.RadixTree` is compared with it. Ids differ between the two and are never reused
-here. Where the contract leaves an order open, the model gives one and the comparison ignores it.
+Every answer of `kvstore.radix.tree.RadixTree` is compared with it. Of the eviction policies it knows LRU; of the others
+it knows which blocks may leave (`take`). Ids differ between the two and are never reused here. Where the contract leaves an order open, the model gives one and the comparison ignores it.
 
 Nothing is ever condemned here: what the tree takes out in slices goes at once. So what several calls removed is
 compared when the tree has nothing left to reap. Users of blocks notice nothing else: condemned ones are like detached.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Path: TypeAlias = tuple[bytes, tuple[tuple[int, ...], ...]]
 
 TIERS = (Tier.HOST, Tier.DISK)
+NEARLY_EQUAL = 1.01
 
 
 @dataclass(slots=True)
@@ -150,18 +152,40 @@ class ModelTree:
                 block.slots[tier] = slot
         return placed
 
-    def coldest_tick(self, tier: Tier) -> int | None:
-        """Tick of the next victim."""
+    def hint_next_use(self, block_id: int) -> int:
+        """Blocks of the only prompt that goes on from this one, as far up as no other prompt shares them."""
+        block = self.blocks[block_id]
+        if not block.attached:
+            return 0
+        below = [self.blocks[other].path for other in self._below(block.path)]
+        root, blocks = max(below, key=lambda path: len(path[1]))
+        prompt = [(root, blocks[: end + 1]) for end in range(len(blocks))]
+        children = Counter(_parent(path) for path in self._ids)
+        shared = sum(any(children[path] > 1 for path in prompt[depth:]) for depth in range(len(prompt)))
+        return 0 if shared > block.depth else len(prompt) - shared
+
+    def victim_value(self, tier: Tier) -> int | None:
+        """Tick of the next victim of LRU."""
         victim = self._next_victim(tier)
         return None if victim is None else self.blocks[victim].tick
 
-    def take_victims(self, tier: Tier, limit: int) -> list[int]:
+    def take_victims(self, tier: Tier, limit: int, worth: float = inf) -> list[int]:
         """Take the lowest (tick, slot) among the blocks that may leave, again and again."""
         victims: list[int] = []
         while len(victims) < limit and (victim := self._next_victim(tier)) is not None:
+            if self.blocks[victim].tick > worth * NEARLY_EQUAL:
+                break
             self.blocks[victim].leaving.add(tier)
             victims.append(victim)
         return victims
+
+    def take(self, tier: Tier, victims: Iterable[int]) -> bool:
+        """Take what another policy chose, in its order. False, and the rest is left, where one of them may not leave."""
+        for block_id in victims:
+            if not self._may_leave(tier, self.blocks[block_id]):
+                return False
+            self.blocks[block_id].leaving.add(tier)
+        return True
 
     def take_range(self, tier: Tier, first_slot: int, slot_count: int) -> list[int]:
         """Take what is unheld in a range of slots, deepest first."""
@@ -268,9 +292,12 @@ class ModelTree:
         candidates = [
             (block.tick, block.slots[tier], self._ids[block.path])
             for block in self._attached()
-            if block.resident(tier) and not block.holds and self._is_last_in(tier, block.path)
+            if self._may_leave(tier, block)
         ]
         return min(candidates)[2] if candidates else None
+
+    def _may_leave(self, tier: Tier, block: ModelBlock) -> bool:
+        return block.attached and block.resident(tier) and not block.holds and self._is_last_in(tier, block.path)
 
     def _is_last_in(self, tier: Tier, path: Path) -> bool:
         return sum(self.blocks[block_id].resident(tier) for block_id in self._below(path)) == 1

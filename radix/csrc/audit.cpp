@@ -34,6 +34,7 @@ class RadixTree::Audit {
     uint32_t node;
     uint32_t parent;
     Key128 key_before;
+    uint64_t fingerprint_before;
   };
 
   void Expect(bool holds, const char* what, uint32_t id) {
@@ -58,7 +59,7 @@ class RadixTree::Audit {
     Expect(node->child_count > 0, "a root is empty", node_id);
     ++nodes_seen_;
     edge_bytes_ += node->edge_bytes();
-    CheckChildren(node_id, key);
+    CheckChildren(node_id, key, node->start_fingerprint);
   }
 
   // What waits to be reaped is as sound as the rest, but that nobody need hold its staged blocks, and that its nodes
@@ -93,8 +94,9 @@ class RadixTree::Audit {
     Expect(tree_.FindChild(visit.parent, node.tokens.data()) == visit.node, "the table misses a node", visit.node);
     if (!parent.ids.empty()) CheckOrder(parent.ids.back(), node.ids.front());
     CheckBlocks(visit.node);
-    CheckHistories(visit.node);
-    CheckChildren(visit.node, CheckEndKey(visit.node, visit.key_before));
+    Expect(HasRuns(node), "the histories of a node are of other blocks", visit.node);
+    const uint64_t fingerprint = tree_.remembers_ ? CheckFingerprints(visit) : 0;
+    CheckChildren(visit.node, CheckEndKey(visit.node, visit.key_before), fingerprint);
     for (int tier = 0; tier < kTierCount; ++tier) CheckVictim(visit.node, tier);
     edge_bytes_ += node.edge_bytes();
   }
@@ -141,20 +143,22 @@ class RadixTree::Audit {
     return begin == node.end();
   }
 
-  void CheckHistories(uint32_t node_id) {
-    const Node& node = tree_.nodes_[node_id];
-    Expect(HasRuns(node), "the histories of a node are of other blocks", node_id);
-    if (!tree_.remembers_) return;
-    Expect(node.fingerprints.size() == Fingerprints(node.depth, node.end()), "fingerprints are miscounted", node_id);
-    const Node& parent = tree_.nodes_[node.parent];
-    Expect(is_condemned_ || tree_.FingerprintAt(parent, parent.block_count()) == node.start_fingerprint, "a node has another fingerprint than its parent", node_id);
+  // Returns the fingerprint at the node's end, made from scratch.
+  uint64_t CheckFingerprints(const Visit& visit) {
+    const Node& node = tree_.nodes_[visit.node];
+    const bool follows = is_condemned_ || node.start_fingerprint == visit.fingerprint_before;
+    Expect(follows, "a node has another fingerprint than its parent", visit.node);
+    const bool has_all = node.fingerprints.size() == Fingerprints(node.depth, node.end());
+    Expect(has_all, "fingerprints are miscounted", visit.node);
     uint64_t fingerprint = node.start_fingerprint;
     size_t kept = 0;
-    for (uint32_t at = 0; at < node.block_count() && kept < node.fingerprints.size(); ++at) {
-      fingerprint = tree_.FingerprintThrough(fingerprint, node.tokens.data() + static_cast<size_t>(at) * tree_.block_tokens_, 1);
-      if ((node.depth + at + 1) % kFingerprintBlocks != 0) continue;
-      Expect(fingerprint == node.fingerprints[kept++], "a fingerprint is wrong", node_id);
+    for (uint32_t at = 0; at < node.block_count(); ++at) {
+      const uint32_t* tokens = node.tokens.data() + static_cast<size_t>(at) * tree_.block_tokens_;
+      fingerprint = tree_.FingerprintThrough(fingerprint, tokens, 1);
+      if (!has_all || (node.depth + at + 1) % kFingerprintBlocks != 0) continue;
+      Expect(fingerprint == node.fingerprints[kept++], "a fingerprint is wrong", visit.node);
     }
+    return fingerprint;
   }
 
   // Returns the key of the node's last block, made from scratch.
@@ -180,7 +184,7 @@ class RadixTree::Audit {
     Expect(upper->holds >= lower->holds, "holds grow towards the leaf", lower_id);
   }
 
-  void CheckChildren(uint32_t node_id, const Key128& end_key) {
+  void CheckChildren(uint32_t node_id, const Key128& end_key, uint64_t fingerprint) {
     const Node& node = tree_.nodes_[node_id];
     uint32_t count = 0;
     uint32_t below[kTierCount] = {0, 0};
@@ -193,7 +197,7 @@ class RadixTree::Audit {
       if (!is_new) break;
       Expect(child->previous_sibling == previous, "a child is linked wrongly", child_id);
       for (int tier = 0; tier < kTierCount; ++tier) below[tier] += child->occupied(tier);
-      stack_.push_back(Visit{child_id, node_id, end_key});
+      stack_.push_back(Visit{child_id, node_id, end_key, fingerprint});
       previous = child_id;
       child_id = child->next_sibling;
     }

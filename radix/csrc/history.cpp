@@ -28,7 +28,10 @@ void RadixTree::Touch(IdSpan ids, uint64_t tick, int64_t prompt_blocks) {
 uint32_t RadixTree::HintNextUse(uint32_t id, const Hint& hint) {
   CheckTick(hint.tick);
   CheckIds(IdSpan{&id, 1});
-  if (blocks_[id].state != BlockState::kAttached) return 0;
+  if (!hint.ended && !(hint.seconds >= 0)) {
+    throw std::invalid_argument("seconds is " + std::to_string(hint.seconds) + ", expected 0 or more, or none for never");
+  }
+  if (blocks_[id].state != BlockState::kAttached || IsCondemned(blocks_[id].node)) return 0;
   last_tick_ = std::max(last_tick_, hint.tick);
   uint32_t bottom = blocks_[id].node;
   while (nodes_[bottom].child_count == 1) bottom = nodes_[bottom].first_child;

@@ -1,6 +1,7 @@
 #include "radix_tree.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -188,13 +189,14 @@ double RadixTree::ValueOf(uint32_t id, uint64_t tick) {
   CheckIds(IdSpan{&id, 1});
   last_tick_ = std::max(last_tick_, tick);
   const Block& block = blocks_[id];
-  if (block.state != BlockState::kAttached) return 0;
+  if (block.state != BlockState::kAttached || IsCondemned(block.node)) return 0;
   return policy_->ValueOf(nodes_[block.node].runs.At(block.depth), last_tick_);
 }
 
 Ids RadixTree::TakeVictims(int64_t tier, int64_t limit, double worth) {
   const int index = CheckTier(tier);
   const size_t limit_blocks = CheckLimit(limit);
+  if (std::isnan(worth)) throw std::invalid_argument("worth is not a number");
   Ids victims;
   while (victims.size() < limit_blocks) {
     const uint32_t node_id = ChooseVictim(index);

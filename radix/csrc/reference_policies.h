@@ -74,6 +74,7 @@ class LfuPolicy : public OneQueuePolicy {
 class SievePolicy : public OneQueuePolicy {
  public:
   History Born(const Access& access, uint32_t) override {
+    newest_tick_ = std::max(newest_tick_, access.tick);
     History history;
     history.tick = access.tick;
     history.gap = static_cast<float>(round_);
@@ -86,7 +87,11 @@ class SievePolicy : public OneQueuePolicy {
   }
   bool Spares(History* history, uint32_t) override {
     round_ = static_cast<uint32_t>(history->gap);
-    if (history->accesses == 0 || round_ == kRoundMax) return false;
+    if (round_ == kRoundMax) return false;
+    if (history->accesses == 0) {
+      if (history->tick == newest_tick_) ++round_;  // the hand is through, and does not wait for what comes next
+      return false;
+    }
     history->accesses = 0;
     history->gap = static_cast<float>(round_ + 1);
     return true;
@@ -110,9 +115,12 @@ class SievePolicy : public OneQueuePolicy {
   static constexpr uint32_t kRoundMax = (1u << (64 - kTickBits)) - 1;
 
   uint32_t round_ = 0;
+  uint64_t newest_tick_ = 0;
 };
 
 // S3-FIFO (Yang et al., SOSP 2023): a small queue for what is new, a main one for what was used in it or came back soon.
+// `tick` is that of entering the queue, in the main one a little later where several enter at once, so that they stay in
+// the order in which they came.
 class S3FifoPolicy : public EvictionPolicy {
  public:
   History Born(const Access& access, uint32_t blocks) override { return Enter(kSmall, access.tick, blocks); }
@@ -121,8 +129,8 @@ class S3FifoPolicy : public EvictionPolicy {
     history.accesses = std::min<uint16_t>(kUsesMax, before.accesses + 1);
     return history;
   }
-  History Revived(const History&, const Access& access, uint32_t, uint32_t blocks) override {
-    return Enter(kMain, access.tick, blocks);
+  History Revived(const History& before, const Access& access, uint32_t, uint32_t blocks) override {
+    return Enter(before.queue == kSmall ? kMain : kSmall, access.tick, blocks);  // only the small queue has ghosts
   }
   History Renewed(const History& before, const Access&, uint32_t) override { return before; }
   void Left(const History& history, uint32_t blocks) override { blocks_[history.queue] -= blocks; }
@@ -166,6 +174,7 @@ class S3FifoPolicy : public EvictionPolicy {
 
   History Enter(uint16_t queue, uint64_t tick, uint32_t blocks) {
     blocks_[queue] += blocks;
+    if (queue == kMain) tick = main_tick_ = std::max(tick, main_tick_ + 1);
     History history;
     history.tick = tick;
     history.queue = queue;
@@ -174,6 +183,7 @@ class S3FifoPolicy : public EvictionPolicy {
 
   uint64_t blocks_[2] = {0, 0};
   uint64_t now_ = 0;
+  uint64_t main_tick_ = 0;
 };
 
 }  // namespace kvstore

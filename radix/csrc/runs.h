@@ -106,6 +106,8 @@ class Runs {
   }
 
  private:
+  friend class Surgeon;  // of the tests
+
   size_t IndexOf(uint32_t depth) const {
     const auto found = std::upper_bound(runs_.begin(), runs_.end(), depth,
                                         [](uint32_t value, const History& run) { return value < run.end; });

@@ -294,10 +294,12 @@ void RadixTree::RefreshTier(uint32_t node_id, int tier) {
 }
 
 // The node whose last blocks leave the tier first, or kNone: where there is none, or too many condemned ones come before
-// it. Leasing does not move entries, so what is held is found out here.
+// it. Leasing does not move entries, so what is held is found out here. After a slice of runs that the policy spared the
+// next one is not asked any more.
 uint32_t RadixTree::ChooseVictim(int tier) {
   VictimQueues& queues = victims_[tier];
   uint32_t passed = 0;
+  uint32_t spared = 0;
   while (passed < limits_.slice_blocks) {
     const uint32_t node_id = policy_->Choose(queues, tier, last_tick_);
     if (node_id == kNone) break;
@@ -315,8 +317,9 @@ uint32_t RadixTree::ChooseVictim(int tier) {
     }
     const uint32_t begin = node.runs.BeginOf(last.depth, node.depth);
     History history = node.runs.At(last.depth);
-    const uint32_t end = history.end;  // a policy may make a history anew, without it
-    if (!policy_->Spares(&history, end - begin)) return node_id;
+    const uint32_t end = history.end;
+    if (spared == limits_.slice_blocks || !policy_->Spares(&history, end - begin)) return node_id;
+    ++spared;
     node.runs.Update(node.depth, begin, end, [&](const History&, uint32_t, uint32_t) { return history; });
     Refresh(node_id);
     ++steps_;

@@ -48,6 +48,16 @@ class VictimHeap {
     return true;
   }
 
+  // Whether it holds the same nodes under the same ranks. O(size).
+  bool Agrees(const VictimHeap& other) const {
+    if (size() != other.size()) return false;
+    for (const Entry& entry : entries_) {
+      const VictimRank* rank = other.Find(entry.node);
+      if (rank == nullptr || *rank < entry.rank || entry.rank < *rank) return false;
+    }
+    return true;
+  }
+
   // Inserts `node`, or moves it to `rank`.
   void Set(uint32_t node, VictimRank rank) {
     uint32_t at = Place(node);
@@ -169,7 +179,7 @@ class VictimQueues : public Candidates {
     size_t count = 0;
     for (uint16_t queue : open_) {
       const VictimHeap(&heaps)[2] = queues_[queue]->heaps;
-      if (!heaps[0].IsOrdered() || !heaps[1].IsOrdered() || heaps[0].size() != heaps[1].size()) return false;
+      if (!heaps[0].IsOrdered() || !heaps[1].IsOrdered() || !heaps[0].Agrees(heaps[1])) return false;
       count += heaps[0].size();
     }
     return count == size_;

@@ -1,16 +1,18 @@
 """The native tree and its naive model do the same things and must give the same answers.
 
-The model removes at once what the tree may remove in slices, with any other calls between them.
+The model removes at once what the tree may remove in slices, with any other calls between them. It knows LRU; of the
+victims of other policies it only knows whether they may leave.
 """
 
 from collections import Counter
+from math import inf
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.radix.tree import EDGE_BLOCKS, NO_SLOT, SLICE_BLOCKS, RadixTree, Removed
+from kvstore.radix.tree import EDGE_BLOCKS, NO_SLOT, POLICIES, SLICE_BLOCKS, RadixTree, Removed
 from kvstore.testing.model import TIERS, ModelRemoved, ModelTree
 
 NS_KEY = b"model namespace!"
@@ -20,7 +22,8 @@ PROMPT_BLOCKS_MAX = 7
 
 roots = st.sampled_from(ROOTS)
 tiers = st.sampled_from(TIERS)
-ticks = st.integers(0, 7)
+SECOND = 1_000_000
+ticks = st.integers(0, 7).map(lambda seconds: seconds * SECOND)
 prompts = st.lists(st.integers(0, 2), max_size=PROMPT_BLOCKS_MAX)
 depths = st.integers(0, 5)
 picks = st.integers(0, 2**16)
@@ -42,17 +45,24 @@ def contents(removed: Removed | ModelRemoved) -> Counter[object]:
 
 
 class RadixComparison(RuleBasedStateMachine):
+    policies = st.just("lru")
+
     @initialize(
+        pick_policy=st.data(),
         block_tokens=st.integers(1, 3),
         hash_bits=st.sampled_from([0, 2, 32]),
         slice_blocks=st.sampled_from([1, 2, 4, SLICE_BLOCKS]),
         edge_blocks=st.sampled_from([1, 2, 3, EDGE_BLOCKS]),
     )
-    def start(self, block_tokens: int, hash_bits: int, slice_blocks: int, edge_blocks: int) -> None:
+    def start(
+        self, pick_policy: st.DataObject, block_tokens: int, hash_bits: int, slice_blocks: int, edge_blocks: int
+    ) -> None:
+        self.policy = pick_policy.draw(self.policies, "policy")
         self.tree = RadixTree(
             block_tokens,
             ns_key=NS_KEY,
             hash_seed=0x5EED,
+            policy=self.policy,
             hash_bits=hash_bits,
             slice_blocks=slice_blocks,
             edge_blocks=edge_blocks,
@@ -155,7 +165,7 @@ class RadixComparison(RuleBasedStateMachine):
         ids = self.model.match(root, tokens)
         assert self.native(ids).tolist() == self.tree.match(root, ids_array(tokens)).tolist()
         self.model.touch(ids[:length], tick)
-        self.tree.touch(self.native(ids[:length]), tick)
+        self.tree.touch(self.native(ids[:length]), tick, max(length, len(prompt)))
         self.model.lease(ids[:length])
         self.tree.lease(self.native(ids[:length]))
         self.leases.append(ids[:length])
@@ -173,13 +183,31 @@ class RadixComparison(RuleBasedStateMachine):
         ids = self.leases.pop(pick % len(self.leases))
         self.compare_removed(self.tree.release(self.native(ids)), self.model.release(ids))
 
-    @rule(tier=tiers, limit=st.integers(0, 6))
-    def take_victims(self, tier: object, limit: int) -> None:
-        victims = self.tree.take_victims(tier, limit).tolist()
+    @rule(tier=tiers, limit=st.integers(0, 6), worth=st.sampled_from([inf, inf, 3 * SECOND, 0]))
+    def take_victims(self, tier: object, limit: int, worth: float) -> None:
+        victims = self.tree.take_victims(tier, limit, worth).tolist()
         # Beside condemned blocks it may give up early.
-        ids = self.model.take_victims(tier, len(victims) if self.tree.condemned else limit)
-        assert self.native(ids).tolist() == victims
+        limit = len(victims) if self.tree.condemned else limit
+        if self.policy == "lru":
+            ids = self.model.take_victims(tier, limit, worth)
+            assert self.native(ids).tolist() == victims
+        else:
+            ids = self.model_ids(victims)
+            assert self.model.take(tier, ids)
+            assert len(ids) == limit or worth < inf or self.model.victim_value(tier) is None
         self.evictions.append((ids, tier))
+
+    def model_ids(self, natives: list[int]) -> list[int]:
+        model_of = {native: block_id for block_id, native in self.native_of.items() if block_id in self.model.blocks}
+        return [model_of[native] for native in natives]
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(pick=picks, tick=ticks, seconds=st.sampled_from([None, 0.0, 5.0, 1e9, inf]))
+    def hint_next_use(self, pick: int, tick: int, seconds: float | None) -> None:
+        live = list(self.model.blocks)
+        block_id = live[pick % len(live)]
+        hinted = self.tree.hint_next_use(self.native_of[block_id], tick, seconds)
+        assert self.model.hint_next_use(block_id) == hinted
 
     @rule(tier=tiers, first_slot=st.integers(0, SLOT_SPACE), slot_count=st.integers(0, SLOT_SPACE // 2))
     def take_range(self, tier: object, first_slot: int, slot_count: int) -> None:
@@ -253,13 +281,12 @@ class RadixComparison(RuleBasedStateMachine):
     def missing_in(self, tier: object) -> None:
         source = TIERS[1 - TIERS.index(tier)]
         expected = self.model.missing_in(tier, source)
-        model_of = {native: block_id for block_id, native in self.native_of.items() if block_id in self.model.blocks}
         found: list[int] = []
         next_id: int | None = 0
         while next_id is not None:
             ids, next_id = self.tree.missing_in(tier, source, next_id)
             assert len(ids) == len(set(ids.tolist()))
-            found += [model_of[native] for native in ids.tolist()]
+            found += self.model_ids(ids.tolist())
         found = list(dict.fromkeys(found))
         assert sorted(expected) == sorted(found)
         for index, block_id in enumerate(found):
@@ -278,8 +305,14 @@ class RadixComparison(RuleBasedStateMachine):
         assert [] == self.tree.check_integrity()
         assert self.model.root_count == self.tree.root_count
         for tier in TIERS:
-            ticks = {self.model.coldest_tick(tier)} | ({None} if self.tree.condemned else set())
-            assert self.tree.coldest_tick(tier) in ticks
+            expected = self.model.victim_value(tier)
+            value = self.tree.victim_value(tier, 0)
+            if value is None:
+                assert self.tree.condemned or expected is None
+            elif self.policy == "lru":
+                assert expected == value
+            else:
+                assert expected is not None
 
     @invariant()
     def counts_agree(self) -> None:
@@ -303,6 +336,8 @@ class RadixComparison(RuleBasedStateMachine):
             assert self.model.keys(block_id) == (keys[row, 0].tobytes(), keys[row, 1].tobytes())
             assert block.path[1][-1] == tuple(tokens[row].tolist())
             assert block.path[0] == self.tree.root_of(int(native[row]))
+            if self.policy == "lru":
+                assert (block.tick if block.attached else 0) == self.tree.value_of(int(native[row]), 0)
             for tier in TIERS:
                 assert block.slots.get(tier, NO_SLOT) == slots[tier][row]
 
@@ -328,5 +363,11 @@ class RadixComparison(RuleBasedStateMachine):
         assert [] == self.tree.check_integrity()
 
 
+class OtherPoliciesComparison(RadixComparison):
+    policies = st.sampled_from([name for name in POLICIES if name != "lru"])
+
+
 TestRadixComparison = RadixComparison.TestCase
-TestRadixComparison.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestRadixComparison.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestOtherPoliciesComparison = OtherPoliciesComparison.TestCase
+TestOtherPoliciesComparison.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

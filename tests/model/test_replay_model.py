@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore
+from kvstore.radix.tree import POLICIES
 from kvstore.replay.node import Found, Node
-from kvstore.replay.policies import policy
+from kvstore.replay.policies import make_tree
 from kvstore.types import KvLayout, Namespace, Tier
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def tokens(prompt: Blocks) -> np.ndarray:
     return np.repeat(np.array(prompt, dtype=np.uint32), BLOCK_TOKENS)
 
 
-def new_node(host_blocks: int, disk_blocks: int = 0) -> Node:
-    return Node(policy("lru")(BLOCK_TOKENS), host_blocks=host_blocks, disk_blocks=disk_blocks)
+def new_node(host_blocks: int, disk_blocks: int = 0, policy: str = "lru") -> Node:
+    return Node(make_tree(policy, BLOCK_TOKENS), host_blocks=host_blocks, disk_blocks=disk_blocks)
 
 
 @settings(max_examples=300)
@@ -67,16 +68,16 @@ def test_hits_are_those_of_a_naive_leaf_lru(served, capacity):
     node, naive = new_node(capacity), NaiveLru(capacity)
 
     for tick, prompt in enumerate(served, 1):
-        assert Found(naive.serve(prompt, tick), 0) == node.serve(tokens(prompt))
+        assert Found(naive.serve(prompt, tick), 0) == node.serve(tokens(prompt), 0)
 
 
 @settings(max_examples=300)
-@given(prompts, st.integers(1, 8), st.integers(1, 8))
-def test_no_slot_is_lost_and_the_tree_stays_whole(served, host_blocks, disk_blocks):
-    node = new_node(host_blocks, disk_blocks)
+@given(prompts, st.integers(1, 8), st.integers(0, 8), st.sampled_from(POLICIES))
+def test_no_slot_is_lost_and_the_tree_stays_whole(served, host_blocks, disk_blocks, policy):
+    node = new_node(host_blocks, disk_blocks, policy)
 
-    for prompt in served:
-        node.serve(tokens(prompt))
+    for second, prompt in enumerate(served):
+        node.serve(tokens(prompt), second)
         assert host_blocks == node._host._count + node._tree.tier_blocks(Tier.HOST)
         assert disk_blocks == node._disk._count + node._tree.tier_blocks(Tier.DISK)
     assert [] == node._tree.check_integrity()
@@ -104,7 +105,7 @@ def test_hits_are_those_of_the_store(seed):
     node = new_node(capacity)
     with kvstore.open(host_bytes=capacity * LAYOUT.block_bytes) as store:
         for prompt in random_prompts(seed, 200):
-            assert serve(store, prompt) == node.serve(tokens(prompt))
+            assert serve(store, prompt) == node.serve(tokens(prompt), 0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -117,5 +118,5 @@ def test_hits_by_tier_are_those_of_the_store(seed, tmp_path: Path):
     node = new_node(host_blocks, disk_blocks)
     with kvstore.open(tmp_path / "data", host_bytes=host_blocks * LAYOUT.block_bytes, disk_bytes=DISK_BYTES) as store:
         for prompt in random_prompts(seed, 150):
-            assert serve(store, prompt) == node.serve(tokens(prompt))
+            assert serve(store, prompt) == node.serve(tokens(prompt), 0)
     assert node.demoted_blocks > disk_blocks

@@ -29,7 +29,7 @@ Ids Prompt(uint32_t first_token, uint32_t blocks) {
 // them with its keys. And access to all of it.
 class Surgeon {
  public:
-  Surgeon() : tree(kBlockTokens, Key128{{7}}, 0x5EED, 32, Limits{1, 512}) {
+  Surgeon() : tree(kBlockTokens, Key128{{7}}, 0x5EED, 32, "survival", Limits{1, 512}) {
     for (const Key128& root : kClearedRoots) Store(Prompt(0, 2), doomed_slot, 1, root);
     tree.Clear();  // takes one of them apart
     doomed = Store(Fork(7000, 40), doomed_slot, 1);
@@ -56,9 +56,24 @@ class Surgeon {
   Node& root() { return node(tree.roots_.begin()->second); }
   BlockPool& blocks() { return tree.blocks_; }
   ChildTable& table() { return tree.children_; }
-  VictimHeap& heap(int tier) { return tree.heaps_[tier]; }
-  void RankTooHot() { heap(0).entries_[heap(0).Place(leaf)].rank.tick += 100; }
-  void Disorder() { heap(0).entries_.front().rank.tick = 5000; }
+  VictimQueues& victims(int tier) { return tree.victims_[tier]; }
+  VictimHeap& heap(VictimEnd end) {
+    const uint16_t queue = node(leaf).victim_queue[0];
+    return victims(0).queues_[queue]->heaps[static_cast<int>(end)];
+  }
+  void RankWrongly(VictimEnd end) { heap(end).entries_[heap(end).Place(leaf)].rank.rank += 100; }
+  void Disorder(VictimEnd end) {
+    // A second entry under a rank of its own, below the first, which then trades ranks with it.
+    victims(0).Set(trunk, node(leaf).victim_queue[0], VictimRank{UINT64_MAX, 0});
+    std::vector<VictimHeap::Entry>& entries = heap(end).entries_;
+    std::swap(entries.front().rank, entries.back().rank);
+  }
+  void LoseFrom(VictimEnd end) { heap(end).Remove(leaf); }
+  void Enqueue(uint16_t queue) {
+    const Block& last = block(right[7]);
+    victims(0).Set(leaf, queue, VictimRank{5, last.slot[0]});
+  }
+  std::vector<History>& runs(uint32_t node_id) { return node(node_id).runs.runs_; }
   uint32_t& tier_blocks(int tier) { return tree.tier_blocks_[tier]; }
   size_t& edge_bytes() { return tree.edge_bytes_; }
   void ForgetIdentity() { tree.detached_.erase(gone[0]); }
@@ -120,7 +135,16 @@ const std::vector<Corruption> kCorruptions = {
     {"a block of another node", [](Surgeon& s) { s.block(s.right[6]).node = s.trunk; }},
     {"a wrong depth", [](Surgeon& s) { ++s.block(s.right[6]).depth; }},
     {"a block detached in place", [](Surgeon& s) { s.block(s.right[6]).state = BlockState::kDetached; }},
-    {"a tick above its parent's", [](Surgeon& s) { s.block(s.right[6]).tick = 4000; }},
+    {"a run that ends before its blocks", [](Surgeon& s) { --s.runs(s.leaf).back().end; }},
+    {"a run of other blocks", [](Surgeon& s) { ++s.runs(s.leaf).back().end; }},
+    {"a run of no block", [](Surgeon& s) { s.runs(s.leaf).insert(s.runs(s.leaf).begin(), History{}); }},
+    {"runs lost", [](Surgeon& s) { s.runs(s.leaf).clear(); }},
+    {"a run of another tick", [](Surgeon& s) { s.runs(s.leaf).back().tick = 4000; }},
+    {"a run of another queue", [](Surgeon& s) { s.runs(s.leaf).back().queue += 1; }},
+    {"a wrong fingerprint", [](Surgeon& s) { s.node(s.leaf).fingerprints.front() ^= 1; }},
+    {"a fingerprint lost", [](Surgeon& s) { s.node(s.leaf).fingerprints.pop_back(); }},
+    {"a fingerprint too many", [](Surgeon& s) { s.node(s.leaf).fingerprints.push_back(1); }},
+    {"a wrong fingerprint at the start", [](Surgeon& s) { s.node(s.leaf).start_fingerprint ^= 1; }},
     {"a hold more than its parent has", [](Surgeon& s) { s.block(s.right[6]).holds = 4000; }},
     {"a staged block without a hold", [](Surgeon& s) { s.block(s.node(s.block(s.left[7]).node).ids.back()).holds = 0; }},
     {"staged miscounted", [](Surgeon& s) { ++s.node(s.leaf).staged; }},
@@ -139,10 +163,14 @@ const std::vector<Corruption> kCorruptions = {
     {"an only child not merged", [](Surgeon& s) { s.SplitForNothing(); }},
     {"a node the table forgot", [](Surgeon& s) { s.table().Erase(s.Tag(s.leaf), s.leaf); }},
     {"a table entry too many", [](Surgeon& s) { s.table().Insert(123, s.leaf); }},
-    {"a victim forgotten", [](Surgeon& s) { s.heap(1).Remove(s.leaf); }},
-    {"a victim that is none", [](Surgeon& s) { s.heap(0).Set(s.trunk, VictimRank{1, 1}); }},
-    {"a victim ranked too hot", [](Surgeon& s) { s.RankTooHot(); }},
-    {"victims out of order", [](Surgeon& s) { s.heap(0).Set(s.trunk, VictimRank{0, 0}); s.Disorder(); }},
+    {"a victim forgotten", [](Surgeon& s) { s.victims(1).Remove(s.leaf); }},
+    {"a victim that is none", [](Surgeon& s) { s.victims(0).Set(s.trunk, 0, VictimRank{1, 1}); }},
+    {"a victim ranked wrongly", [](Surgeon& s) { s.RankWrongly(VictimEnd::kFirst); }},
+    {"a victim ranked wrongly from the last", [](Surgeon& s) { s.RankWrongly(VictimEnd::kLast); }},
+    {"a victim in the wrong queue", [](Surgeon& s) { s.Enqueue(7); }},
+    {"a victim known at one end alone", [](Surgeon& s) { s.LoseFrom(VictimEnd::kLast); }},
+    {"victims out of order", [](Surgeon& s) { s.Disorder(VictimEnd::kFirst); }},
+    {"victims out of order from the last", [](Surgeon& s) { s.Disorder(VictimEnd::kLast); }},
     {"a wrong key", [](Surgeon& s) { s.node(s.trunk).end_key.bytes[3] ^= 1; }},
     {"a root of another key", [](Surgeon& s) { s.root().end_key.bytes[0] ^= 1; }},
     {"a key within an edge wrong", [](Surgeon& s) { s.node(s.dead).marks->back().bytes[3] ^= 1; }},

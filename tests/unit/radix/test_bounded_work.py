@@ -214,8 +214,8 @@ def test_victims_are_found_beside_condemned_blocks_that_are_colder(counted: Coun
     warm = counted.store(prompt_of(3, first=500), tick=9)
     counted.call(lambda: counted.tree.drop(counted.tree.match(ROOT, prompt_of(1))))
     assert counted.tree.condemned
-    assert {9, None} >= {counted.call(lambda: counted.tree.coldest_tick(Tier.HOST))}
-    assert 9 == counted.call(lambda: counted.tree.coldest_tick(Tier.HOST))
+    assert {9, None} >= {counted.call(lambda: counted.tree.victim_value(Tier.HOST, 9))}
+    assert 9 == counted.call(lambda: counted.tree.victim_value(Tier.HOST, 9))
     assert warm[::-1].tolist() == counted.call(lambda: counted.tree.take_victims(Tier.HOST, 9)).tolist()
     assert counted.steps_max <= STEPS_MAX
 

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import xxhash
 
 from kvstore.hashing import block_keys
 from kvstore.radix import _native
-from kvstore.radix.tree import NO_SLOT, RadixTree
+from kvstore.radix.tree import NO_SLOT, POLICIES, TICK_MAX, RadixTree
 from kvstore.types import Tier
 
 NS_KEY = bytes(range(16))
@@ -92,7 +93,7 @@ def test_a_stage_behind_a_hole_changes_nothing() -> None:
     store(tree, prompt[: 2 * BLOCK_TOKENS])
     existing, ids = tree.stage(ROOT, prompt, 3, 9)
     assert (2, 0) == (existing, ids.size)
-    assert (2, 1) == (tree.block_count, tree.coldest_tick(Tier.HOST))
+    assert (2, 1) == (tree.block_count, tree.victim_value(Tier.HOST, 9))
 
 
 def test_a_victim_in_flight_outlives_a_clear_and_keeps_its_identity() -> None:
@@ -239,8 +240,9 @@ def test_churn_under_one_prefix_leaves_nothing_behind(count: int) -> None:
     assert [] == tree.check_integrity()
 
 
-def test_a_large_tree_stays_within_96_bytes_a_block_of_16() -> None:
-    tree = new_tree()
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_large_tree_stays_within_96_bytes_a_block_of_16(policy: str) -> None:
+    tree = RadixTree(BLOCK_TOKENS, ns_key=NS_KEY, hash_seed=0xC0FFEE, policy=policy)
     for i in range(100):
         store(tree, random_prompt(1000 + i, 500), first_slot=500 * i)
     assert tree.memory_bytes / tree.block_count <= 96
@@ -254,7 +256,8 @@ def test_eviction_takes_the_coldest_tail_first_and_asks_other_tiers() -> None:
     hot_ids = store(tree, hot, first_slot=3, tick=2)
     tree.place(cold_ids, Tier.DISK, array([0, 1, 2]))
     tree.touch(cold_ids[:1], 5)
-    assert 1 == tree.coldest_tick(Tier.HOST)
+    assert 1 == tree.victim_value(Tier.HOST, 5)
+    assert [5, 1, 2] == [tree.value_of(int(ids[0]), 5) for ids in (cold_ids, cold_ids[1:], hot_ids)]
     victims = tree.take_victims(Tier.HOST, 4)
     assert [*cold_ids[:0:-1], *hot_ids[::-1]] == victims.tolist()
     tree.lease(hot_ids)
@@ -275,12 +278,23 @@ def test_eviction_takes_the_coldest_tail_first_and_asks_other_tiers() -> None:
         lambda tree, ids: tree.stage(ROOT, array([1]), -1, 1),
         lambda tree, ids: tree.drop_unheld(ROOT, array([1]), -1),
         lambda tree, ids: tree.touch(np.append(ids, np.uint32(999_999)), 99),
+        lambda tree, ids: tree.touch(ids, 99, ids.size - 1),
+        lambda tree, ids: tree.touch(ids, 99, 2**32),
+        lambda tree, ids: tree.touch(ids, TICK_MAX + 1),
+        lambda tree, ids: tree.hint_next_use(4, 99, None),
+        lambda tree, ids: tree.hint_next_use(0, 99, -1.0),
+        lambda tree, ids: tree.hint_next_use(0, 99, nan),
+        lambda tree, ids: tree.hint_next_use(0, TICK_MAX + 1, None),
+        lambda tree, ids: tree.value_of(4, 99),
+        lambda tree, ids: tree.value_of(0, TICK_MAX + 1),
+        lambda tree, ids: tree.victim_value(Tier.HOST, TICK_MAX + 1),
         lambda tree, ids: tree.lease(np.append(ids, np.uint32(4))),
         lambda tree, ids: tree.release(ids),
         lambda tree, ids: tree.place(ids, Tier.DISK, array([1])),
         lambda tree, ids: tree.place(ids[:1], Tier.DISK, array([NO_SLOT])),
         lambda tree, ids: tree.slots(ids, Tier.PEER),
         lambda tree, ids: tree.take_victims(Tier.HOST, -1),
+        lambda tree, ids: tree.take_victims(Tier.HOST, 1, nan),
         lambda tree, ids: tree.take_range(Tier.HOST, -1, 1),
         lambda tree, ids: tree.missing_in(Tier.DISK, Tier.HOST, -1),
         lambda tree, ids: tree.take_range(Tier.HOST, 0, 1, 2**32),
@@ -291,6 +305,7 @@ def test_eviction_takes_the_coldest_tail_first_and_asks_other_tiers() -> None:
         lambda tree, ids: tree.root_of(77),
         lambda tree, ids: RadixTree(0, ns_key=NS_KEY, hash_seed=1),
         lambda tree, ids: RadixTree(16, ns_key=b"", hash_seed=1),
+        lambda tree, ids: RadixTree(16, ns_key=NS_KEY, hash_seed=1, policy="mru"),
         lambda tree, ids: RadixTree(16, ns_key=NS_KEY, hash_seed=1, slice_blocks=0),
         lambda tree, ids: RadixTree(16, ns_key=NS_KEY, hash_seed=1, edge_blocks=0),
     ],
@@ -301,7 +316,7 @@ def test_bad_arguments_raise_before_anything_changes(call: Callable[[RadixTree, 
     ids = store(tree, prompt)
     with pytest.raises(ValueError, match=r"."):
         call(tree, ids)
-    assert (4, 4, 1) == (tree.block_count, tree.tier_blocks(Tier.HOST), tree.coldest_tick(Tier.HOST))
+    assert (4, 4, 1) == (tree.block_count, tree.tier_blocks(Tier.HOST), tree.victim_value(Tier.HOST, 1))
     assert ids[::-1].tolist() == tree.take_victims(Tier.HOST, 9).tolist()
     assert [] == tree.check_integrity()
 
@@ -323,8 +338,9 @@ def test_holds_and_ticks_end_where_they_can_no_longer_be_counted() -> None:
     with pytest.raises(ValueError, match="leased 262143 times already"):
         tree.lease(ids[::-1])
     assert ids[1:].tolist() == tree.take_victims(Tier.HOST, 9).tolist()
-    tree.touch(ids, 2**42 - 1)
-    for call in (lambda: tree.touch(ids, 2**42), lambda: tree.stage(ROOT, random_prompt(17, 3), 0, 2**42)):
+    tree.touch(ids, TICK_MAX)
+    later = TICK_MAX + 1
+    for call in (lambda: tree.touch(ids, later), lambda: tree.stage(ROOT, random_prompt(17, 3), 0, later)):
         with pytest.raises(ValueError, match="above"):
             call()
     tree.release(np.repeat(ids[:1], most))

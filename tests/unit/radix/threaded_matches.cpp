@@ -1,6 +1,7 @@
 // Threads match while one thread stores, evicts, drops and reaps: for ThreadSanitizer, and to check every answer. An id
 // that is still right under the lock must have the tokens that were looked up.
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -54,7 +55,7 @@ void Read(RadixTree& tree, uint32_t seed) {
     blocks_checked += ids.size();
     const Ids found = tree.Tokens(SpanOf(ids));
     if (!std::equal(found.begin(), found.end(), tokens.begin())) Fail("tokens of a match");
-    tree.Touch(SpanOf(ids), random() % 1000);
+    tree.Touch(SpanOf(ids), random() % 1000, static_cast<int64_t>(ids.size()));
     tree.Lease(SpanOf(ids));
     tree.Release(SpanOf(ids));
   }
@@ -69,7 +70,7 @@ void Write(RadixTree& tree, uint32_t steps) {
     const std::lock_guard guard(callers_lock);
     switch (random() % 10) {
       case 0:
-        tree.Evict(SpanOf(tree.TakeVictims(0, 8)), 0);
+        tree.Evict(SpanOf(tree.TakeVictims(0, 8, HUGE_VAL)), 0);
         break;
       case 1:
         tree.DropUnheld(kRoot, prompt, random() % 8);
@@ -97,7 +98,7 @@ void Write(RadixTree& tree, uint32_t steps) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  RadixTree tree(kBlockTokens, Key128{{7}}, 0x5EED, 32, Limits{4, 7});  // so that what is dropped waits for Reap
+  RadixTree tree(kBlockTokens, Key128{{7}}, 0x5EED, 32, "survival", Limits{4, 7});  // so that what is dropped waits for Reap
   std::vector<std::thread> readers;
   for (uint32_t seed = 0; seed < kReaders; ++seed) readers.emplace_back(Read, std::ref(tree), seed + 100);
   Write(tree, argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 20'000);
