@@ -99,7 +99,8 @@ class EvictionPolicy {
   virtual size_t bytes() const = 0;
 
   // Saving what was learnt, in pieces, and taking it up in another process. First Load, which replaces all that the
-  // policy knows; then Restored or Born for every run that is there; then Resume. `shift` is added to saved ticks.
+  // policy knows; then Restored or Born for every run that is there; then Resume, with
+  // RestoredGhost for each that is remembered before it. `shift` is added to saved ticks.
   virtual uint32_t piece_count() const { return 0; }
   virtual void Save(uint32_t /*piece*/, std::string*) const {}
   // Throws std::invalid_argument, with nothing changed, for pieces that no policy like this one saved.
@@ -109,6 +110,7 @@ class EvictionPolicy {
   // Whether a policy like this one could have saved such a history.
   virtual bool Understands(const History& history) const { return history.queue == 0 && IsSane(history); }
   virtual void Restored(const History&, uint32_t /*blocks*/) {}
+  virtual void RestoredGhost(const History&) {}
   virtual void Resume(uint64_t /*now*/) {}
 
  protected:

@@ -106,7 +106,9 @@ class SievePolicy : public OneQueuePolicy {
     const auto round = pieces.Take<uint32_t>();
     if (round > kRoundMax || !pieces.empty()) throw std::invalid_argument("the hand of SIEVE is nowhere");
     round_ = round;
+    newest_tick_ = 0;
   }
+  void Restored(const History& history, uint32_t) override { newest_tick_ = std::max(newest_tick_, history.tick); }
   bool Understands(const History& history) const override {
     return OneQueuePolicy::Understands(history) && history.gap >= 0 && history.gap <= kRoundMax;
   }

@@ -132,7 +132,7 @@ void RadixTree::Restore(const Snapshot& snapshot, uint64_t tick) {
   }
   ghosts_.StartAnew(ghosts.mask);
   for (const auto& [fingerprint, history] : ghosts.all) {
-    if (ghosts_.Restore(fingerprint, history)) policy_->Restored(history, 1);
+    if (ghosts_.Restore(fingerprint, history)) policy_->RestoredGhost(history);
   }
   policy_->Resume(tick);
 }

@@ -82,6 +82,7 @@ class SurvivalPolicy : public EvictionPolicy {
     return history.queue < queues_.size() && history.accesses > 0 && IsSane(history);
   }
   void Restored(const History& history, uint32_t blocks) override;
+  void RestoredGhost(const History& history) override { Restored(history, 1); }
   void Resume(uint64_t now) override;
 
   // Of a block of `queue` at an age in seconds; for tests.
