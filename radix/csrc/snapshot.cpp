@@ -20,7 +20,7 @@ namespace kvstore {
 namespace {
 
 // About 60 us at most, with the keys of one edge that are made on the way.
-constexpr uint32_t kSaveSteps = 256;
+constexpr uint32_t kSaveSteps = 128;
 constexpr uint32_t kSavePieces = 16;
 constexpr size_t kRunBytes = sizeof(Key128) + sizeof(History);
 constexpr size_t kGhostBytes = sizeof(uint64_t) + sizeof(History);
@@ -71,7 +71,9 @@ Saved RadixTree::SaveRuns(int64_t tier, uint64_t first) {
 bool RadixTree::SaveNode(uint32_t node_id, int tier, uint64_t steps_max, uint32_t* index, std::string* bytes) {
   const Node& node = nodes_[node_id];
   if (*index >= node.block_count() || node.resident[tier] == 0 || IsCondemned(node_id)) return true;
+  const uint64_t steps_before = steps_;
   if (!MakeEndKeys(node.parent, steps_max)) return false;
+  if (steps_ > steps_before && steps_ >= steps_max) return false;  // the keys are kept, the next call begins with them
   Key128 key = KeyAfter(node_id, *index);
   uint32_t hashed = *index;
   uint32_t begin = 0;
