@@ -16,6 +16,7 @@ from kvstore.tiers.disk_pool import DiskPool, DiskServices
 from kvstore.tiers.faults import DiskFault, FaultCounts
 from kvstore.tiers.file_io import SystemIo
 from kvstore.tiers.manifest import Manifest, read_rows, row_key
+from kvstore.tiers.policy_files import PolicyFiles
 from kvstore.tiers.recovery import blocks_from_rows, blocks_from_slabs, newest_copies
 from kvstore.tiers.slab import PARTS_MAX, slot_geometry
 from kvstore.tiers.slab_folder import SlabFolder
@@ -68,6 +69,7 @@ class DiskTier:
         self._superblock = superblock
         self._services = services
         self._secret = directory.secret(io)
+        self.policy_files = PolicyFiles(io, directory.policy_path, services.faults, services.folder.policy_bytes_max)
         self._superblock_lock = threading.Lock()
         self._lock = threading.Lock()
         self._pools: dict[bytes, DiskPool] = {}
@@ -128,8 +130,9 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        """Real bytes of the slab files and the index."""
-        return self._services.folder.file_bytes + self._services.manifest.file_bytes
+        """Real bytes of the slab files, the index and the policy files."""
+        services = self._services
+        return services.folder.file_bytes + services.manifest.file_bytes + self.policy_files.file_bytes
 
     @property
     def direct_io(self) -> bool:
@@ -194,6 +197,7 @@ class DiskTier:
             if pool is None or pool.used_slots:
                 return
             del self._pools[ns_id]
+        self.policy_files.remove(ns_id)
         for slot_range in pool.ranges():
             pool.give_back(slot_range)
 
@@ -218,6 +222,7 @@ class DiskTier:
                 if pool is not None:
                     pool.generation = generation
                 untaken = self._recovered.pop(ns_id, [])
+        self.policy_files.remove(ns_id)
         if pool is not None and untaken:
             pool.free(as_slots([block.slot for block in untaken]))
 
@@ -255,6 +260,7 @@ class DiskTier:
             recovered = pool.adopt(slab, by_slab.get(slab.number, ()))
             if recovered:
                 self._recovered.setdefault(header.ns_id, []).extend(recovered)
+        self.policy_files.keep(self._recovered)
 
     def _sync(self) -> None:
         synced = [self._services.transfer.sync(slab) for slab in self._services.folder.open_slabs()]

@@ -25,6 +25,8 @@ SLAB_BYTES_MAX = 64 << 20
 FREE_FLOOR_BYTES = 64 << 20
 # Superblock, secret and lock, with their temporary files.
 METADATA_BYTES = 128 << 10
+# What policy files may take of the capacity: 40 bytes for each run of blocks, twice while one is replaced.
+POLICY_SHARE = 128
 
 _NAME = re.compile(r"slab-(\d{8,10})\.kvs")
 _NAME_UNFINISHED = re.compile(r"slab-\d{8,10}\.kvs\.new")
@@ -61,6 +63,11 @@ class SlabFolder:
     def direct_io(self) -> bool:
         """Whether slabs are read and written past the page cache."""
         return bool(self._flags & os.O_DIRECT)
+
+    @property
+    def policy_bytes_max(self) -> int:
+        """Bytes that no slab is made of, for the files of the eviction policy."""
+        return self.capacity_bytes // POLICY_SHARE
 
     @property
     def file_bytes(self) -> int:
@@ -197,7 +204,7 @@ class SlabFolder:
             return 0
 
     def _left_bytes(self) -> int:
-        return self.capacity_bytes - METADATA_BYTES - self._row_bytes - self._file_bytes
+        return self.capacity_bytes - METADATA_BYTES - self.policy_bytes_max - self._row_bytes - self._file_bytes
 
     def _charge(self, geometry: SlotGeometry, slot_count: int) -> None:
         """Charge a slab, or refund it where `slot_count` is negative."""

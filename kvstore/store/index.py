@@ -13,6 +13,7 @@ from kvstore import hashing
 from kvstore.errors import NoSpaceError
 from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
+from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.types import require_namespace
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _SECRET_BYTES = 32
 _TICKS_PER_SECOND = 1_000_000
+# Room below for the ticks of earlier runs: 2.2 years of them, and 6.7 years of this one above.
+_FIRST_TICK = 1 << 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +63,16 @@ class Index:
         self._opening = threading.Lock()
         self._spaces: dict[Namespace, Space] = {}
         self._opened_at = clock.monotonic()
-        self._tick = 0
+        self._tick = _FIRST_TICK
+        self._snapshots = PolicySnapshots(self)
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace here; makes no space for it."""
         return hashing.namespace_id(namespace, self._node_secret)
 
     def next_tick(self) -> int:
-        """The microseconds since the store was opened, for a request: larger than any before; `lock` must be held."""
-        now = int((self.clock.monotonic() - self._opened_at) * _TICKS_PER_SECOND)
+        """The time in microseconds, for a request: larger than any before; `lock` must be held."""
+        now = _FIRST_TICK + int((self.clock.monotonic() - self._opened_at) * _TICKS_PER_SECOND)
         self._tick = max(self._tick + 1, now)
         return self._tick
 
@@ -90,6 +94,11 @@ class Index:
                 space = self._make_space(namespace)
                 self._spaces[namespace] = space
             return space
+
+    def save_policies(self) -> None:
+        """Write down what the eviction policies know, for the next start. No lock may be held."""
+        for space in self.spaces():
+            self._snapshots.save(space)
 
     def settle(self, freed: Freed) -> None:
         """Return slots to their pools, and free what the call that freed them left condemned. No lock may be held."""
@@ -170,6 +179,7 @@ class Index:
     def _make_space(self, namespace: Namespace) -> Space:
         ns_id = self.namespace_id(namespace)
         layout = namespace.layout
+        saved = self._snapshots.load(SnapshotOwner(self.settings.eviction_policy, ns_id, layout.block_tokens))
         quota = self.settings.quota(namespace)
         disk_pool = None
         if self.disk is not None:
@@ -183,17 +193,22 @@ class Index:
             events=self.events,
             policy=self.settings.eviction_policy,
             quota=quota,
+            hash_seed=None if saved is None else saved.hash_seed,
         )
         if self.disk is not None and disk_pool is not None:
             excess = _excess_ranges(disk_pool)
             recovered = self.disk.recovered(ns_id)
-            orphans = space.adopt(block for block in recovered if not _lies_in(block, excess))
+            with self.lock:
+                tick = self.next_tick()
+            orphans = space.adopt((block for block in recovered if not _lies_in(block, excess)), tick)
             beyond = [block.slot for block in recovered if _lies_in(block, excess)]
             gone = np.concatenate([orphans, np.array(beyond, dtype=np.uint32)])
             if gone.size:
                 disk_pool.free(gone)
             for slot_range in excess:
                 disk_pool.give_back(slot_range)
+            if saved is not None:
+                self._snapshots.restore(space, saved, tick)
         return space
 
 

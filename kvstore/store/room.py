@@ -227,6 +227,7 @@ class RoomMaker:
         found = unclaimed[0]
         pool = disk.pool(found.ns_id, found.part_sizes, found.block_tokens)
         pool.free(np.array([block.slot for block in disk.recovered(found.ns_id)], dtype=np.uint32))
+        disk.policy_files.remove(found.ns_id)
         return _give_back_idle([pool])
 
     def _reclaim(self, space: Space, tier: Tier, worth: float) -> bool:

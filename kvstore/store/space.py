@@ -92,6 +92,7 @@ class Space:
         events: EventLog,
         policy: str,
         quota: Quota = NO_QUOTA,
+        hash_seed: int | None = None,
     ) -> None:
         self.ns_id = ns_id
         self.retired = False  # set under the index lock: nothing may be stored here any more
@@ -100,7 +101,8 @@ class Space:
         self.host = host
         self.disk = disk
         self.quota = quota
-        self.tree = RadixTree(layout.block_tokens, hash_seed=secrets.randbits(64), ns_key=ns_key, policy=policy)
+        self.hash_seed = secrets.randbits(64) if hash_seed is None else hash_seed
+        self.tree = RadixTree(layout.block_tokens, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
         self._scale = quota.priority / (layout.block_bytes if policy == _MEASURING_POLICY else 1)
         self._ns_key = ns_key
         self._events = events
@@ -242,11 +244,11 @@ class Space:
                 EventKind.STORED, self.ns_id, root_key=root_key, tier=tier, parent_key=parent_key, keys=tuple(keys)
             )
 
-    def adopt(self, recovered: Iterable[RecoveredBlock]) -> Slots:
+    def adopt(self, recovered: Iterable[RecoveredBlock], tick: int) -> Slots:
         """Take what the disk held into the (still empty) tree; returns the slots of what has no place in it.
 
         Left out are blocks whose key is not the one that this namespace gives them, whose ancestors are not all
-        there, and second copies.
+        there, and second copies. For the policy all were used at `tick`, until it is told better.
         """
         found = list(recovered)
         children: defaultdict[tuple[bytes, bytes], list[RecoveredBlock]] = defaultdict(list)
@@ -258,7 +260,7 @@ class Space:
             tokens = np.empty(0, dtype=np.uint32)
             for path, first_new in _paths(root_key, children):
                 tokens = self._extended(tokens, path, first_new)
-                self._adopt_path(root_key, path, tokens, taken)
+                taken.update(self._adopt_path(root_key, path, tokens, tick))
         return np.array([block.slot for block in found if block.slot not in taken], dtype=np.uint32)
 
     def _has_right_key(self, identity: BlockIdentity) -> bool:
@@ -273,12 +275,12 @@ class Space:
         new = [np.frombuffer(block.identity.tokens, dtype=np.uint32) for block in path[first_new:]]
         return np.concatenate([tokens[: first_new * self.layout.block_tokens], *new])
 
-    def _adopt_path(self, root_key: bytes, path: Sequence[RecoveredBlock], tokens: TokenArray, taken: set[int]) -> None:
-        existing, ids = self.tree.stage(root_key, tokens, 0, 0)
+    def _adopt_path(self, root_key: bytes, path: Sequence[RecoveredBlock], tokens: TokenArray, tick: int) -> list[int]:
+        existing, ids = self.tree.stage(root_key, tokens, 0, tick)
         slots = np.array([block.slot for block in path[existing:]], dtype=np.uint32)
         self.tree.place(ids[existing:], Tier.DISK, slots)
         self.tree.release(ids)
-        taken.update(slots.tolist())
+        return [int(slot) for slot in slots]
 
     def _report(self, removed: Removed, tier: Tier | None) -> Freed:
         if tier is not None:

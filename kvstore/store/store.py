@@ -244,6 +244,7 @@ class Store:
         """Return when everything committed and admitted to disk is there."""
         self._check_open()
         self._room.flush()
+        self._index.save_policies()
 
     def close(self) -> None:
         """End all leases and stages, flush, and release the tiers; idempotent."""
@@ -256,6 +257,7 @@ class Store:
             stage.abort()
         try:
             self._room.flush()
+            self._index.save_policies()
         except StorageError as error:
             # What did not reach the disk is a miss after the next start; the rest must be released all the same.
             logger.warning("store closed without a complete flush: cause=%s", error)

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "rehearsal.h"
 
@@ -25,6 +27,7 @@ constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
 constexpr int kRefreshesPerRequest = 2;
+constexpr uint32_t kSavedVersion = 1;  // of the tables; on disk: never renumber
 
 struct AgeScale {
   Bins edge{};
@@ -39,6 +42,16 @@ struct AgeScale {
 const AgeScale kScale;
 
 double SecondsBetween(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) / kTicksPerSecond : 0; }
+
+double TakeAmount(SavedBytes* bytes) {
+  const auto amount = bytes->Take<double>();
+  if (!std::isfinite(amount) || amount < 0) throw std::invalid_argument("a saved life table counts below nothing");
+  return amount;
+}
+
+void TakeAmounts(SavedBytes* bytes, Bins* bins) {
+  for (double& amount : *bins) amount = TakeAmount(bytes);
+}
 
 int PowerOfTwo(double value, int limit) { return std::min(limit, std::max(0, std::ilogb(value))); }
 
@@ -111,17 +124,18 @@ void LifeTable::EndByUse(uint64_t born, uint64_t now, double weight) {
 void LifeTable::EndUnused(uint64_t born, uint64_t now, double weight) { End(born, now, weight); }
 
 void LifeTable::End(uint64_t born, uint64_t now, double weight) {
-  const auto after = std::upper_bound(cohorts_.begin(), cohorts_.end(), born,
-                                      [](uint64_t tick, const Cohort& cohort) { return tick < cohort.first_tick; });
-  if (after != cohorts_.begin()) {
-    Cohort& cohort = *(after - 1);
-    cohort.weight = std::max(0.0, cohort.weight - weight);
-  }
+  if (Cohort* cohort = CohortOf(born)) cohort->weight = std::max(0.0, cohort->weight - weight);
   const double age = SecondsBetween(born, now);
   ends_[AgeBin(age)] += weight;
   ended_age_[AgeBin(age)] += age * weight;
   ended_weight_ += weight;
   if (ended_weight_ > kFadeWeight) Fade();
+}
+
+LifeTable::Cohort* LifeTable::CohortOf(uint64_t born) {
+  const auto after = std::upper_bound(cohorts_.begin(), cohorts_.end(), born,
+                                      [](uint64_t tick, const Cohort& cohort) { return tick < cohort.first_tick; });
+  return after == cohorts_.begin() ? nullptr : &*(after - 1);
 }
 
 // Joins the two neighbours whose ages differ least in proportion; empty ones first.
@@ -171,6 +185,41 @@ void LifeTable::Sum(uint64_t now, Bins* uses, Bins* exposure) const {
 }
 
 size_t LifeTable::bytes() const { return sizeof(*this) + cohorts_.capacity() * sizeof(Cohort); }
+
+void LifeTable::Save(std::string* bytes) const {
+  Put(bytes, uses_);
+  Put(bytes, ends_);
+  Put(bytes, ended_age_);
+  Put(bytes, ended_weight_);
+  Put(bytes, static_cast<uint32_t>(cohorts_.size()));
+  for (const Cohort& cohort : cohorts_) {
+    Put(bytes, cohort.first_tick);
+    Put(bytes, cohort.mean_tick);
+  }
+}
+
+void LifeTable::Load(SavedBytes* bytes, int64_t shift) {
+  TakeAmounts(bytes, &uses_);
+  TakeAmounts(bytes, &ends_);
+  TakeAmounts(bytes, &ended_age_);
+  ended_weight_ = TakeAmount(bytes);
+  const auto count = bytes->Take<uint32_t>();
+  if (count > kCohortsMax) throw std::invalid_argument("a saved life table has too many cohorts");
+  uint64_t previous_tick = 0;
+  for (uint32_t at = 0; at < count; ++at) {
+    const auto first_tick = bytes->Take<uint64_t>();
+    const double mean_tick = TakeAmount(bytes);
+    if (first_tick < previous_tick || first_tick > kTickMax || mean_tick > static_cast<double>(kTickMax)) {
+      throw std::invalid_argument("the cohorts of a saved life table are in no order");
+    }
+    previous_tick = first_tick;
+    cohorts_.push_back(Cohort{ShiftedTick(first_tick, shift), std::max(0.0, mean_tick + static_cast<double>(shift)), 0});
+  }
+}
+
+void LifeTable::Restore(uint64_t tick, double weight) {
+  if (Cohort* cohort = CohortOf(tick)) cohort->weight += weight;
+}
 
 // ---- histories ----
 
@@ -429,6 +478,78 @@ uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t
     if (best == nullptr || offer.index < best->index) best = &offer;
   }
   return best == nullptr ? kNone : best->node;
+}
+
+// ---- saving ----
+
+// The first piece is the version; each of the others a queue, with what was derived from its table when it was last
+// looked at, so that the order of victims is what it was.
+void SurvivalPolicy::Save(uint32_t piece, std::string* bytes) const {
+  if (piece == 0) {
+    Put(bytes, kSavedVersion);
+    return;
+  }
+  const uint16_t queue = opened_[piece - 1];
+  const Queue& own = *queues_[queue];
+  Put(bytes, queue);
+  own.lives.Save(bytes);
+  Put(bytes, own.total_uses);
+  Put(bytes, own.expected_uses);
+  Put(bytes, own.index);
+}
+
+void SurvivalPolicy::Load(SavedBytes pieces, int64_t shift) {
+  const auto version = pieces.Take<uint32_t>();
+  if (version != kSavedVersion) {
+    throw std::invalid_argument("life tables have version " + std::to_string(version) + ", expected " +
+                                std::to_string(kSavedVersion));
+  }
+  std::vector<std::unique_ptr<Queue>> loaded(queues_.size());
+  std::vector<uint16_t> opened;
+  while (!pieces.empty()) {
+    const auto queue = pieces.Take<uint16_t>();
+    if (queue >= loaded.size() || loaded[queue]) {
+      throw std::invalid_argument("a life table is of queue " + std::to_string(queue) + ", which is twice there or none");
+    }
+    loaded[queue] = std::make_unique<Queue>();
+    opened.push_back(queue);
+    Queue& own = *loaded[queue];
+    own.lives.Load(&pieces, shift);
+    own.total_uses = TakeAmount(&pieces);
+    own.expected_uses = TakeAmount(&pieces);
+    for (float& value : own.index) {
+      value = pieces.Take<float>();
+      if (!std::isfinite(value) || value < 0) throw std::invalid_argument("a saved index is below 0");
+    }
+  }
+  Forget();
+  queues_.swap(loaded);
+  opened_.swap(opened);
+  for (uint16_t queue : opened_) {
+    Recount(queue, 0);
+    const auto row = static_cast<size_t>(RiskGroupOf(KindOf(queue)));
+    const auto column = static_cast<size_t>(queue % kNews);
+    risk_uses_[row][column] += queues_[queue]->total_uses;
+    risk_expected_[row][column] += queues_[queue]->expected_uses;
+  }
+}
+
+void SurvivalPolicy::Forget() {
+  next_refresh_ = 0;
+  all_ = Totals{};
+  groups_.fill(Totals{});
+  kinds_.assign(kinds_.size(), Totals{});
+  for (auto& row : risk_uses_) row.fill(0);
+  for (auto& row : risk_expected_) row.fill(0);
+  for (std::vector<Offer>& offers : offers_) offers.assign(offers.size(), Offer{});
+}
+
+void SurvivalPolicy::Restored(const History& history, uint32_t blocks) {
+  Open(history.queue).lives.Restore(history.tick, static_cast<double>(history.weight) * blocks);
+}
+
+void SurvivalPolicy::Resume(uint64_t now) {
+  for (uint16_t queue : opened_) Recount(queue, now);
 }
 
 size_t SurvivalPolicy::bytes() const {
