@@ -130,10 +130,11 @@ class BlockCopier:
     ) -> CopyHandle:
         """Copy blocks of the engine into rows: block block_ids[i] into row row_ids[i], or row i.
 
-        `rows` are [n, block_bytes] of host memory (page-locked with a GPU), or of the GPU. `layers` limits the copy to some
-        neighbouring layers, for engines that hand over one layer after the other. On success the copier owns `holds` and
-        releases them when the copy has ended. Raises InvalidBufferError, InvalidArgumentError, NoSpaceError when
-        `copies_max` are under way, UnavailableError or ClosedError; then nothing was begun and the holds stay the caller's.
+        `rows` are [n, block_bytes] of host memory (page-locked with a GPU), or of the GPU. `layers` limits the copy to
+        some neighbouring layers, for engines that hand over one layer after the other. On success the copier owns
+        `holds` and releases them when the copy has ended. Raises InvalidBufferError, InvalidArgumentError, NoSpaceError
+        when `copies_max` are under way, UnavailableError or ClosedError; then nothing was begun, and the holds stay the
+        caller's.
         """
         job = check_job(Direction.STORE, pages, rows, block_ids, row_ids=row_ids, layers=layers)
         return self._submit([job], stream, holds)[0]
@@ -176,7 +177,8 @@ class BlockCopier:
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """Take no more copies and wait for those under way; false if some have not ended in time. Idempotent."""
-        return all([lane.close(timeout_seconds) for lane in self._lanes.values()])
+        closed = [lane.close(timeout_seconds) for lane in self._lanes.values()]
+        return all(closed)
 
     def __enter__(self) -> Self:
         return self

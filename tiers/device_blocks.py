@@ -44,7 +44,9 @@ class DeviceBlocks:
         Raises NoSpaceError if the device has not as much, UnavailableError without torch or CUDA.
         """
         if not 1 <= block_bytes <= capacity_bytes:
-            raise InvalidArgumentError(f"{capacity_bytes} bytes hold no block of {block_bytes} bytes; raise the capacity")
+            raise InvalidArgumentError(
+                f"{capacity_bytes} bytes hold no block of {block_bytes} bytes; raise the capacity"
+            )
         self._device = device
         self._block_bytes = block_bytes
         self._lock = threading.Lock()

@@ -159,17 +159,24 @@ class CopyHandle:
             self._outcome = CopyOutcome.COPIED
         self._let_go()
 
-    def lose(self) -> None:
-        """Give the copy up; its holds are never released, since it may still touch what they hold."""
+    def lose(self) -> bool:
+        """Give the copy up, unless it has ended; only its lane calls this, and announce() afterwards.
+
+        Its holds are never released, since it may still touch what they hold.
+        """
         with self._lock:
             if self._outcome is not CopyOutcome.PENDING:
-                return
+                return False
             self._outcome = CopyOutcome.LOST
+        return True
+
+    def announce(self) -> None:
+        """Wake those who wait."""
         self._ended.set()
 
     def _let_go(self) -> None:
         self._holds.end_one()
-        self._ended.set()
+        self.announce()
 
 
 class _EndOf:
@@ -292,7 +299,7 @@ class CopyLane:
                 handle.carry_out()
             except Exception:  # thread root: whatever a device says, the handle must end
                 logger.exception("copy lost, its memory stays held: lane=%s bytes=%d", self._name, handle.bytes)
-                handle.lose()
+                self._lose(handle)
             self._account(handle)
             del handle  # an idle thread keeps no tensor alive
 
@@ -301,12 +308,16 @@ class CopyLane:
             self._changed.wait_for(lambda: self._queue or (self._closed and not self._under_way))
             return self._queue.popleft() if self._queue else None
 
+    def _lose(self, handle: CopyHandle) -> None:
+        if handle.lose():
+            with self._changed:
+                self._lost.append(handle)
+            handle.announce()
+
     def _account(self, handle: CopyHandle) -> None:
         with self._changed:
             self._under_way -= 1
             self._ended[handle.outcome] += 1
-            if handle.outcome is CopyOutcome.LOST:
-                self._lost.append(handle)
             self._changed.notify_all()
 
     def _count_failed_release(self, error: Exception) -> None:

@@ -108,7 +108,7 @@ def open_launcher(device: str, settings: DeviceSettings) -> CudaLauncher:
 
 
 class CudaLauncher:
-    """Launches copies on a stream for each direction. Thread-safe as far as its lanes are: one launch at a time in each.
+    """Launches copies on a stream for each direction; a lane makes one launch at a time. Thread-safe.
 
     Tables of pieces are uploaded once for each PagedKv and forgotten with it.
     """
@@ -390,7 +390,5 @@ def import_cupy() -> Any:  # noqa: ANN401  # CuPy is no dependency of the core
     try:
         import cupy
     except ImportError as err:
-        raise UnavailableError(
-            f"copies on a GPU need CuPy ({err}); install prefix-kvstore[cuda]"
-        ) from err
+        raise UnavailableError(f"copies on a GPU need CuPy ({err}); install prefix-kvstore[cuda]") from err
     return cupy

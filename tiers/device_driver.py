@@ -1,7 +1,8 @@
 """The few calls of the CUDA driver that torch and CuPy do not offer in all their versions, by ctypes.
 
-Signatures are those of the CUDA driver API reference: cuLaunchKernel, cuMemGetAddressRange and cuMemcpyBatchAsync (since
-12.8; from 13.0 on cuMemcpyBatchAsync_v2, without the index of the failed copy). The caller makes a context current.
+Signatures are those of the CUDA driver API reference: cuLaunchKernel, cuMemGetAddressRange and cuMemcpyBatchAsync
+(since 12.8; from 13.0 on cuMemcpyBatchAsync_v2, without the index of the failed copy). The caller makes a context
+current.
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ def contiguous_run(memory: Memory, name: str) -> Run:
 
     Raises InvalidBufferError if that is more than one level of gaps, or empty.
     """
-    dimensions = [(size, stride) for size, stride in zip(memory.shape[1:], memory.strides[1:], strict=True) if size != 1]
+    dimensions = [
+        (size, stride) for size, stride in zip(memory.shape[1:], memory.strides[1:], strict=True) if size != 1
+    ]
     if any(size == 0 for size, _ in dimensions):
         raise InvalidBufferError(f"{name} has shape {memory.shape}: there is nothing in a block")
     row_bytes = memory.item_bytes

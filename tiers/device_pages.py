@@ -3,8 +3,8 @@
     pages = PagedKv.planes_first(kv_caches)    # a tensor [2, blocks, ...] for each layer
     pages.require_layout(namespace.layout)
 
-A packed block is layer-major: for each layer its pieces in the order given (keys, values, then what `scales` names), each
-in row-major order of its tensor. So the same bytes come out of every memory layout whose inner order is the same.
+A packed block is layer-major: for each layer its pieces in the order given (keys, values, then what `scales` names),
+each in row-major order of its tensor. So the same bytes come out of every memory layout whose inner order is the same.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class PagedKv:
             for number, tensors in enumerate(layers)
         )
         if not pieces or not all(pieces):
-            raise InvalidBufferError("there is a layer without tensors, or no layer at all; expected one tensor at least")
+            raise InvalidBufferError(
+                "there is a layer without tensors, or no layer at all; expected one tensor at least"
+            )
         device, blocks = _only_place(pieces)
         table = _table(pieces)
         block_bytes = sum(piece.bytes for layer in pieces for piece in layer)

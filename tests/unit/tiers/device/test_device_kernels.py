@@ -162,9 +162,7 @@ def test_any_grid_copies_the_same(program, grid, threads):
 def test_some_pieces_of_a_table_leave_the_others_alone(program):
     shapes = [Shape(1, 48), Shape(2, 100), Shape(1, TILE + 3), Shape(4, 20, 4)]
     spans = [(first, pieces) for first in range(4) for pieces in range(1, 5 - first)]
-    assert_as_model(
-        program, [Case(shapes, 4, IDS, ROWS, first_piece=first, pieces=pieces) for first, pieces in spans]
-    )
+    assert_as_model(program, [Case(shapes, 4, IDS, ROWS, first_piece=first, pieces=pieces) for first, pieces in spans])
 
 
 def test_random_shapes_are_copied_as_the_model_does(program):
@@ -172,7 +170,9 @@ def test_random_shapes_are_copied_as_the_model_does(program):
     cases = []
     for _ in range(60):
         count, blocks = int(random.integers(1, 6)), int(random.integers(1, 7))
-        shapes = [Shape(*(int(n) for n in random.integers((1, 1, 0, 0, 0), (6, 700, 40, 40, 16)))) for _ in range(count)]
+        shapes = [
+            Shape(*(int(n) for n in random.integers((1, 1, 0, 0, 0), (6, 700, 40, 40, 16)))) for _ in range(count)
+        ]
         ids = random.permutation(blocks)[: int(random.integers(0, blocks + 1))].tolist()
         rows = random.permutation(blocks)[: len(ids)].tolist()
         gap, misaligned = (int(n) for n in random.integers(0, 16, 2))
@@ -210,7 +210,18 @@ def compiled(request, source_file) -> Compiled:
     folder.mkdir()
     cubin = folder / "kernels.cubin"
     keep = ["-keep", "-keep-dir", folder]
-    command = ["nvcc", "-std=c++17", f"-arch={request.param}", "-cubin", "-Xptxas", "-v", *keep, "-o", cubin, source_file]
+    command = [
+        "nvcc",
+        "-std=c++17",
+        f"-arch={request.param}",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        *keep,
+        "-o",
+        cubin,
+        source_file,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert 0 == done.returncode, done.stdout + done.stderr
     return Compiled(done.stdout + done.stderr, (folder / "kernels.ptx").read_text(), cubin)
