@@ -1,4 +1,4 @@
-"""Blocks of every memory layout of an engine become the packed bytes of the model, and back; others stay as they are."""
+"""Blocks of every memory layout of an engine become the packed bytes of the model, and back; others stay."""
 
 from __future__ import annotations
 
