@@ -195,17 +195,15 @@ def _only_place(layers: tuple[tuple[Piece, ...], ...]) -> tuple[str, int]:
 
 def _table(layers: tuple[tuple[Piece, ...], ...]) -> Table:
     """The pieces as the copies read them, with a last row that tells where they end."""
-    pieces = [piece for layer in layers for piece in layer]
-    table = np.zeros(len(pieces) + 1, dtype=PIECE_DTYPE)
+    rows: list[tuple[int, ...]] = []
     offset = tiles = 0
-    for row, piece in zip(table, pieces, strict=False):
-        row["address"], row["block_stride"] = piece.address, piece.block_stride
-        row["rows"], row["row_stride"], row["row_bytes"] = piece.rows, piece.row_stride, piece.row_bytes
-        row["packed_offset"], row["first_tile"] = offset, tiles
+    for piece in (piece for layer in layers for piece in layer):
+        place = (piece.address, piece.block_stride, piece.row_stride, offset)
+        rows.append((*place, piece.rows, piece.row_bytes, tiles, 0))
         offset += piece.bytes
         tiles += piece.tiles
         if tiles > TILES_MAX:
             raise InvalidBufferError(f"a block has more than {TILES_MAX} contiguous runs, which is more than can be")
-    table[-1]["packed_offset"], table[-1]["first_tile"] = offset, tiles
+    table = np.array([*rows, (0, 0, 0, offset, 0, 0, tiles, 0)], dtype=PIECE_DTYPE)
     table.setflags(write=False)
     return table

@@ -161,6 +161,26 @@ def test_rows_may_be_a_tensor_of_any_shape(random_tensor, packed):
     assert np.array_equal(packed(tensors, IDS), rows.reshape(len(IDS), -1).view(torch.uint8).numpy())
 
 
+@pytest.mark.parametrize("row_bytes", [16 << 10, (16 << 10) - 1, 100_003])
+@pytest.mark.parametrize("misaligned", [0, 1, 40])
+def test_copies_that_go_around_the_caches_are_whole_and_stay_inside(row_bytes, misaligned, random_tensor):
+    """From 16 MiB on; rows that end in the middle of a cache line, and begin there."""
+    blocks = (17 << 20) // row_bytes
+    tensor = random_tensor(blocks, 3 + row_bytes, dtype=torch.uint8)[:, 3:]
+    pages = PagedKv.latent([tensor])
+    order = np.random.default_rng(1).permutation(blocks)
+    memory = np.full(misaligned + blocks * row_bytes + 64, 0xAB, dtype=np.uint8)
+    rows = memory[misaligned : misaligned + blocks * row_bytes].reshape(blocks, row_bytes)
+    gather_blocks(pages, order, rows, threads=3)
+    assert np.array_equal(tensor.numpy()[order], rows)
+    rows ^= 0x5A
+    expected = rows.copy()
+    scatter_blocks(pages, order, rows, threads=3)
+    assert np.array_equal(expected, tensor.numpy()[order])
+    assert (memory[:misaligned] == 0xAB).all()
+    assert (memory[misaligned + rows.size :] == 0xAB).all()
+
+
 def test_the_native_module_and_the_table_agree():
     assert PIECE_DTYPE.itemsize == _copy.PIECE_BYTES
 
