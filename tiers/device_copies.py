@@ -63,7 +63,7 @@ class Work(Protocol):
 
     @property
     def end(self) -> Event | None:
-        """An event of the device behind the copy, where there is one."""
+        """An event of the device behind the copy, where there is one. Raises UnavailableError if the launch failed."""
         ...
 
     def wait_ready(self) -> None:
@@ -130,7 +130,9 @@ class CopyHandle:
     def record(self, stream: Stream) -> None:
         """Let everything that `stream` is given from now on begin after the copy, without blocking here.
 
-        A stream that is the calling thread itself (see BlockCopier.current_stream) is held up right now.
+        A stream that is the calling thread itself (see BlockCopier.current_stream) is held up right now. Raises
+        UnavailableError if the copy is known to have failed. A GPU's stream goes on after one that fails later, so
+        what it computed counts only once `outcome` is COPIED.
         """
         stream.wait_event(self._work.end or _EndOf(self))
 

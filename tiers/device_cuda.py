@@ -93,8 +93,8 @@ class GpuRuntime(Protocol):
         """Copies between host and GPU by the copy engines."""
         ...
 
-    def is_pinned(self, memory: object) -> bool:
-        """Whether host memory is page-locked, so that the GPU reaches it."""
+    def is_pinned(self, address: int) -> bool:
+        """Whether the host memory there is page-locked, so that the GPU reaches it."""
         ...
 
     def new_rows(self, blocks: int, block_bytes: int) -> Bytes2D:
@@ -147,11 +147,11 @@ class CudaLauncher:
         own = self._streams[job.direction]
         try:
             own.wait_event(stream.record_event())
-            ids = self._runtime.upload(np.concatenate((job.block_ids, job.row_ids)), own)
+            ids = None if self._goes_by_batch(job) else self._upload_ids(job, own)
         except RuntimeError as error:
             return _Failed(CopyNotBegunError(f"{type(error).__name__}: {error}"), job)
         try:
-            if self._goes_by_batch(job):
+            if ids is None:
                 self._enqueue_batch(job, own)
             else:
                 self._enqueue_kernel(job, ids, own)
@@ -165,7 +165,8 @@ class CudaLauncher:
             return
         if place != CPU:
             raise InvalidBufferError(f"rows lie on {place}, expected {self._device} or page-locked host memory")
-        if not self._runtime.is_pinned(rows.memory.owner):
+        last_row = rows.address + (rows.count - 1) * rows.stride
+        if not (self._runtime.is_pinned(rows.address) and self._runtime.is_pinned(last_row)):
             raise InvalidBufferError(
                 "rows lie in ordinary host memory, which a GPU cannot copy from behind the program's back; take them "
                 "from BlockCopier.new_rows(), or page-lock them"
@@ -188,6 +189,9 @@ class CudaLauncher:
                 self._runtime.end_event(stream).synchronize()
                 self._tables[pages] = table
             return table
+
+    def _upload_ids(self, job: CopyJob, stream: Stream) -> OnDevice:
+        return self._runtime.upload(np.concatenate((job.block_ids, job.row_ids)), stream)
 
     def _enqueue_kernel(self, job: CopyJob, ids: OnDevice, stream: Stream) -> None:
         if job.tiles == 0:
@@ -274,7 +278,7 @@ class _Failed:
 
     @property
     def end(self) -> Event | None:
-        return None
+        raise UnavailableError(f"the copy failed, and its bytes are undefined: {self.error}")
 
     def wait_ready(self) -> None:
         return
@@ -295,7 +299,7 @@ class CudaRuntime:
             raise InvalidArgumentError(f"device is {device!r}, expected cuda:0 to cuda:{count - 1}")
         self._driver = CudaDriver()
         self._module: Any = None
-        self._functions: dict[str, int] = {}
+        self._functions: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     @property
@@ -338,23 +342,24 @@ class CudaRuntime:
         with self._lock, self._cupy.cuda.Device(self._device.index):
             if self._module is None:
                 module = self._cupy.RawModule(code=kernel_source(), options=("-std=c++17",))
-                self._functions = {name: module.get_function(name).kernel.ptr for name in KERNELS.values()}
+                self._functions = {name: module.get_function(name).kernel for name in KERNELS.values()}
                 self._module = module
 
     def launch(self, kernel: str, grid: int, arguments: Sequence[Argument], stream: Stream) -> None:
         """Through the driver, on exactly the given stream."""
         with self._torch.cuda.device(self._device):
-            self._driver.launch(self._functions[kernel], grid, KERNEL_THREADS, arguments, _address_of(stream))
+            self._driver.launch(self._functions[kernel].ptr, grid, KERNEL_THREADS, arguments, _address_of(stream))
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
         """By cuMemcpyBatchAsync."""
         with self._torch.cuda.device(self._device):
             self._driver.copy_batch(targets, sources, sizes, _address_of(stream))
 
-    def is_pinned(self, memory: object) -> bool:
-        """Asks CUDA about the address, so memory registered by others counts too."""
-        tensor = memory if isinstance(memory, self._torch.Tensor) else self._torch.from_numpy(memory)
-        return bool(tensor.is_pinned())
+    def is_pinned(self, address: int) -> bool:
+        """Asks CUDA, so that memory registered by others counts too."""
+        runtime = self._cupy.cuda.runtime
+        with self._cupy.cuda.Device(self._device.index):
+            return bool(runtime.pointerGetAttributes(address).type == runtime.memoryTypeHost)
 
     def new_rows(self, blocks: int, block_bytes: int) -> Bytes2D:
         """The memory is torch's; the array keeps it."""

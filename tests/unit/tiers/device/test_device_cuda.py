@@ -30,13 +30,13 @@ STREAM = 77
 
 
 class HostRuntime:
-    """GpuRuntime on threads and host memory; `pinned` decides what the GPU reaches."""
+    """GpuRuntime on threads and host memory; `pinned_below` is how far the GPU reaches."""
 
     def __init__(self, driver, kernels, streams):
         self._driver, self._kernels, self._streams = driver, kernels, streams
         self.multiprocessors = 132
         self.has_batches = True
-        self.pinned = True
+        self.pinned_below = 2**64
         self.compute = streams()
         self.grids = []
         self.batches = []
@@ -73,8 +73,8 @@ class HostRuntime:
         self.batches.append(len(sizes))
         stream.give(lambda: self._driver.copy_batch(targets, sources, sizes, STREAM))
 
-    def is_pinned(self, memory):
-        return self.pinned
+    def is_pinned(self, address):
+        return address < self.pinned_below
 
     def new_rows(self, blocks, block_bytes):
         return np.empty((blocks, block_bytes), dtype=np.uint8)
@@ -234,14 +234,14 @@ def test_no_blocks_are_no_launch(runtime, pages):
 
 
 def test_ordinary_host_memory_is_refused(runtime, pages):
-    runtime.pinned = False
     settings = DeviceSettings()
     launcher = CudaLauncher("cuda:0", settings, runtime)
     on_gpu = PagedKv(pages.layers, pages.blocks, "cuda:0", pages.block_bytes, pages.table)
     rows = np.zeros((3, pages.block_bytes), dtype=np.uint8)
     with BlockCopier(launcher, settings) as copier:
-        with pytest.raises(InvalidBufferError, match="ordinary host memory"):
-            copier.store(on_gpu, IDS, rows)
+        for runtime.pinned_below in (0, rows[2].ctypes.data):
+            with pytest.raises(InvalidBufferError, match="ordinary host memory"):
+                copier.store(on_gpu, IDS, rows)
         with pytest.raises(InvalidBufferError, match="engine's memory lies on cpu, expected cuda:0"):
             copier.store(pages, IDS, rows)
 
@@ -253,7 +253,10 @@ def test_no_memory_for_the_block_numbers_is_a_failed_copy_that_lets_go(runtime, 
     with caplog.at_level(logging.CRITICAL, "kvstore"), copier_of(runtime) as copier:
         copier.store(pages, IDS, rows).wait(60)
         runtime.upload_error = RuntimeError("CUDA out of memory")
-        assert CopyOutcome.FAILED is copier.store(pages, IDS, rows, holds=[hold]).wait(60)
+        handle = copier.store(pages, IDS, rows, holds=[hold])
+        assert CopyOutcome.FAILED is handle.wait(60)
+        with pytest.raises(UnavailableError, match="its bytes are undefined: RuntimeError: CUDA out of memory"):
+            handle.record(runtime.compute)
         runtime.upload_error = None
         assert CopyOutcome.COPIED is copier.store(pages, IDS, rows, holds=[hold]).wait(60)
     assert [1, 1] == released

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError, InvalidBufferError, LayoutMismatchError
+from kvstore.tiers import device
 from kvstore.tiers._core import _copy
 from kvstore.tiers.device import PagedKv, open_copier
 from kvstore.tiers.device_cpu import gather_blocks, scatter_blocks
@@ -179,6 +183,16 @@ def test_copies_that_go_around_the_caches_are_whole_and_stay_inside(row_bytes, m
     assert np.array_equal(expected, tensor.numpy()[order])
     assert (memory[:misaligned] == 0xAB).all()
     assert (memory[misaligned + rows.size :] == 0xAB).all()
+
+
+def test_the_stub_names_what_the_native_module_has():
+    stub = Path(device.__file__).with_name("_copy.pyi").read_text()
+    assert set(re.findall(r"^(?:def )?([A-Za-z]\w+)[:(]", stub, re.MULTILINE)) == {
+        name for name in dir(_copy) if not name.startswith("_")
+    }
+    for name in ("gather", "scatter"):
+        parameters = re.findall(r"(\w+): ", stub.split(f"def {name}(")[1].split(")")[0])
+        assert parameters == re.findall(r"(\w+): ", (getattr(_copy, name).__doc__ or "").split(" -> ")[0])
 
 
 def test_the_native_module_and_the_table_agree():
