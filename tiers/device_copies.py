@@ -285,6 +285,8 @@ class CopyLane:
         with self._changed:
             if self._closed:
                 raise ClosedError("the copier is closed")
+            if not self._thread.is_alive():
+                raise ClosedError("the copier was opened before this process was forked; open one of its own")
             if self._lost:
                 raise UnavailableError(f"{self._name}: an earlier copy was lost; end this process to free its memory")
             if self._under_way + copies > self._copies_max:

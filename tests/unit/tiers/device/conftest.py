@@ -137,11 +137,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("built")
 
-    def build(source: str, name: str, *flags: str) -> Path:
+    def build(source: str, name: str, *flags: str | Path) -> Path:
         program = folder / name
         if not program.exists():
             common = ["-std=c++17", "-Wall", "-Werror", "-Wno-unknown-pragmas", f"-I{CSRC}"]
-            subprocess.run(["g++", *common, *flags, str(HERE / source), "-o", str(program)], check=True)
+            subprocess.run(["g++", *common, HERE / source, *flags, "-o", program], check=True)
         return program
 
     return build

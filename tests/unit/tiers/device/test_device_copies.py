@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -258,6 +260,27 @@ def test_a_closed_copier_takes_nothing(pages):
     assert copier.close()
     with pytest.raises(ClosedError):
         copier.store(pages, IDS, poisoned(pages))
+
+
+FORKED = """
+import os, numpy as np
+from kvstore.errors import ClosedError
+from kvstore.tiers.device import PagedKv, open_copier
+copier, pages = open_copier(), PagedKv.latent([np.ones((4, 5))])
+child = os.fork()
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+try:
+    copier.store(pages, [1], np.zeros((1, 40), dtype=np.uint8))
+except ClosedError as error:
+    os._exit(0 if "open one of its own" in str(error) else 1)
+os._exit(2)
+"""
+
+
+def test_a_forked_process_is_told_to_open_a_copier_of_its_own():
+    done = subprocess.run([sys.executable, "-P", "-c", FORKED], capture_output=True, text=True, check=False, timeout=60)
+    assert 0 == done.returncode, done.stderr
 
 
 class FailingLauncher(CpuLauncher):

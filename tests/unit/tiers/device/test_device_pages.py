@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvstore.tiers.device_cpu import gather_blocks, scatter_blocks
 from kvstore.tiers.device_pages import PIECE_DTYPE
 from kvstore.types import KvLayout
 
+CSRC = Path(device.__file__).with_name("csrc")
 BLOCKS = 9
 IDS = [4, 0, 8, 5]
 TOKENS, HEADS, SIZE = 16, 3, 20
@@ -183,6 +185,17 @@ def test_copies_that_go_around_the_caches_are_whole_and_stay_inside(row_bytes, m
     assert np.array_equal(expected, tensor.numpy()[order])
     assert (memory[:misaligned] == 0xAB).all()
     assert (memory[misaligned + rows.size :] == 0xAB).all()
+
+
+@pytest.mark.parametrize(
+    "sanitizer", ["address,undefined", pytest.param("thread", marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
+def test_copies_by_several_threads_are_right_under_sanitizers(sanitizer, built):
+    flags = ["-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    source = CSRC / "block_copy.cpp"
+    program = built("block_copy_threads.cpp", f"block_copy_{sanitizer[:6]}", source, *flags)
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=250)
+    assert 0 == done.returncode, done.stdout + done.stderr
 
 
 def test_the_stub_names_what_the_native_module_has():
