@@ -76,7 +76,9 @@ def blocks_from_cache(tensors: LayerTensors, layout: KvLayout, row: int, first: 
     blocks = new_blocks(layout, last - first)
     tokens = slice(first * layout.block_tokens, last * layout.block_tokens)
     by_block = (last - first, layout.block_tokens)
-    pieces = [[tensor[row, :, tokens].unflatten(1, by_block).transpose(0, 1) for tensor in pair] for pair in tensors]
+    pieces = [
+        [torch.unflatten(tensor[row, :, tokens], 1, by_block).transpose(0, 1) for tensor in pair] for pair in tensors
+    ]
     try:
         # One call of our own threads: torch's meet after each of 2 copies a layer, which is slow where cores are busy.
         gather_blocks(PagedKv.of_pieces(pieces), range(len(blocks)), blocks, threads=torch.get_num_threads())

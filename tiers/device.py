@@ -106,7 +106,7 @@ class BlockCopier:
     def __init__(self, launcher: Launcher, settings: DeviceSettings) -> None:
         self._launcher = launcher
         self._lanes = {
-            direction: CopyLane(f"kvstore-{direction.value}", settings.copies_max) for direction in Direction
+            direction: CopyLane(f"kvstore-device-{direction.value}", settings.copies_max) for direction in Direction
         }
 
     def current_stream(self) -> Stream:

@@ -106,11 +106,15 @@ class LaneStats:
 
 
 class CopyHandle:
-    """One copy. Thread-safe; it may be dropped at any time, the copy goes on."""
+    """One copy. Thread-safe; it may be dropped at any time, the copy goes on.
+
+    `_work` keeps what the copy touches, and is let go when it has ended, or will never begin. `_lock` guards the step
+    from a copy that can be cancelled to one that has begun.
+    """
 
     def __init__(self, work: Work, holds: _SharedHolds, copied_bytes: int) -> None:
         self.bytes = copied_bytes
-        self._work = work
+        self._work: Work | None = work
         self._holds = holds
         self._lock = threading.Lock()
         self._begun = work.is_launched
@@ -134,7 +138,11 @@ class CopyHandle:
         UnavailableError if the copy is known to have failed. A GPU's stream goes on after one that fails later, so
         what it computed counts only once `outcome` is COPIED.
         """
-        stream.wait_event(self._work.end or _EndOf(self))
+        work = self._work
+        if work is None:
+            _require_not_failed(self._outcome)
+        else:
+            stream.wait_event(work.end or _EndOf(self))
 
     def cancel(self) -> bool:
         """Withdraw a copy that has not begun: true, and it will touch nothing. Else false, and it runs to its end."""
@@ -147,13 +155,16 @@ class CopyHandle:
 
     def carry_out(self) -> None:
         """Make the copy unless it is cancelled; only its lane calls this. Raises what the work raises."""
-        self._work.wait_ready()
+        work = self._work
+        if work is None:
+            return
+        work.wait_ready()
         with self._lock:
             if self._outcome is not CopyOutcome.PENDING:
                 return
             self._begun = True
         try:
-            self._work.run()
+            work.run()
         except CopyNotBegunError as error:
             logger.warning("copy refused by the device: bytes=%d error=%s", self.bytes, error)
             self._outcome = CopyOutcome.FAILED
@@ -177,6 +188,7 @@ class CopyHandle:
         self._ended.set()
 
     def _let_go(self) -> None:
+        self._work = None
         self._holds.end_one()
         self.announce()
 
@@ -191,9 +203,12 @@ class _EndOf:
         return self._handle.outcome is not CopyOutcome.PENDING
 
     def synchronize(self) -> None:
-        outcome = self._handle.wait()
-        if outcome in (CopyOutcome.FAILED, CopyOutcome.LOST):
-            raise UnavailableError(f"the copy is {outcome.value} and its bytes are undefined; compute them anew")
+        _require_not_failed(self._handle.wait())
+
+
+def _require_not_failed(outcome: CopyOutcome) -> None:
+    if outcome in (CopyOutcome.FAILED, CopyOutcome.LOST):
+        raise UnavailableError(f"the copy is {outcome.value} and its bytes are undefined; compute them anew")
 
 
 class _SharedHolds:

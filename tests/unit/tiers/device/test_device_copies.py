@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -330,7 +332,7 @@ def test_after_a_lost_copy_others_are_refused(pages, caplog):
     copier = BlockCopier(FailingLauncher(RuntimeError("the device is gone")), DeviceSettings())
     with caplog.at_level(logging.CRITICAL, "kvstore"):
         assert CopyOutcome.LOST is copier.store(pages, IDS, poisoned(pages)).wait(60)
-        with pytest.raises(UnavailableError, match="kvstore-store: an earlier copy was lost"):
+        with pytest.raises(UnavailableError, match="kvstore-device-store: an earlier copy was lost"):
             copier.store(pages, IDS, poisoned(pages))
     copier.close()
 
@@ -431,7 +433,8 @@ def test_cancelling_1000_copies_at_random_moments_loses_and_reuses_nothing(seed,
                 handles.append(copier.store(pages, block_ids, slots.rows, row_ids=taken, stream=stream, holds=[hold]))
             except NoSpaceError:
                 slots.free(taken)
-                handles[choose.randrange(len(handles))].wait(60)
+                for handle in handles[-1:]:
+                    handle.wait(60)
                 continue
             for _ in range(choose.randint(0, 3000)):
                 pass
@@ -470,6 +473,28 @@ def test_the_tensors_of_a_copy_live_as_long_as_it(copier, streams, random_tensor
     gate.open()
     assert CopyOutcome.COPIED is handle.wait(60)
     assert torch.equal(expected.view(torch.uint8), torch.from_numpy(rows[0]))
+
+
+def test_a_kept_handle_keeps_no_tensor_once_the_copy_has_ended(copier, random_tensor):
+    layer = random_tensor(BLOCKS, 4096)
+    gone = weakref.ref(layer)
+    handle = copier.store(PagedKv.latent([layer]), [3], np.zeros((1, 4096 * 4), dtype=np.uint8))
+    del layer
+    assert CopyOutcome.COPIED is handle.wait(60)
+    assert copier.close()
+    gc.collect()
+    assert gone() is None
+    handle.record(copier.current_stream())
+
+
+def test_a_cancelled_copy_holds_up_nothing_behind_it(copier, pages, streams):
+    first, second = streams(), streams()
+    gates = Gate(first), Gate(second)
+    handles = [copier.store(pages, IDS, poisoned(pages), stream=stream) for stream in (first, second, None)]
+    assert handles[1].cancel()
+    gates[0].open()
+    assert CopyOutcome.COPIED is handles[2].wait(60)
+    gates[1].open()
 
 
 def test_a_lease_is_a_hold(copier, pages):

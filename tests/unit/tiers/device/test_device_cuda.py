@@ -255,7 +255,7 @@ def test_no_memory_for_the_block_numbers_is_a_failed_copy_that_lets_go(runtime, 
         runtime.upload_error = RuntimeError("CUDA out of memory")
         handle = copier.store(pages, IDS, rows, holds=[hold])
         assert CopyOutcome.FAILED is handle.wait(60)
-        with pytest.raises(UnavailableError, match="its bytes are undefined: RuntimeError: CUDA out of memory"):
+        with pytest.raises(UnavailableError, match="the copy is failed and its bytes are undefined"):
             handle.record(runtime.compute)
         runtime.upload_error = None
         assert CopyOutcome.COPIED is copier.store(pages, IDS, rows, holds=[hold]).wait(60)
@@ -272,7 +272,10 @@ def test_a_launch_that_fails_is_a_lost_copy_that_holds_for_good(runtime, pages, 
     runtime.launch = fail
     rows = np.zeros((3, pages.block_bytes), dtype=np.uint8)
     with caplog.at_level(logging.CRITICAL, "kvstore"), copier_of(runtime, batch_run_bytes_min=KERNEL) as copier:
-        assert CopyOutcome.LOST is copier.store(pages, IDS, rows, holds=[hold]).wait(60)
+        handle = copier.store(pages, IDS, rows, holds=[hold])
+        assert CopyOutcome.LOST is handle.wait(60)
+        with pytest.raises(UnavailableError, match="undefined: cuLaunchKernel failed with CUDA error 700"):
+            handle.record(runtime.compute)
     assert [] == released
 
 
