@@ -1,4 +1,6 @@
-"""Where every call of the service begins and ends: bytes become messages, errors become statuses, calls are observed.
+"""Where every gRPC call begins and ends: bytes become messages, errors become statuses, calls are observed.
+
+The fast lane counts its calls here too.
 
 What lies behind it, service.py and admin.py, knows messages and kvstore's errors, and nothing of gRPC.
 """
@@ -74,10 +76,8 @@ class CallRoot:
         return _HANDLERS[method.client_streaming, method.server_streaming](behave)
 
     async def _run(self, method: str, context: Any, call: Awaitable[bytes | None]) -> bytes | None:  # noqa: ANN401
-        clock = asyncio.get_running_loop().time
-        start = clock()
         status = grpc.StatusCode.OK
-        self._begin(method)
+        start = self.begin(method)
         try:
             return await call
         except asyncio.CancelledError:
@@ -88,26 +88,33 @@ class CallRoot:
             await context.abort(status, details, metadata)
             raise
         except Exception:
-            self.failures += 1
+            self.count_failure(method)
             status = grpc.StatusCode.INTERNAL
-            logger.exception("call failed: method=%s", method)
             await context.abort(status, INTERNAL_DETAILS)
             raise
         finally:
-            self._end(method)
-            if self._observer is not None:
-                self._observer.observe(method, clock() - start, status.name)
+            self.end(method, start, status)
 
-    def _begin(self, method: str) -> None:
+    def begin(self, method: str) -> float:
+        """A call begins; returns when, for `end`."""
         if method not in LASTING_METHODS:
             self._answering += 1
             self._idle.clear()
+        return asyncio.get_running_loop().time()
 
-    def _end(self, method: str) -> None:
+    def end(self, method: str, start: float, status: grpc.StatusCode) -> None:
+        """A call that has begun is over."""
         if method not in LASTING_METHODS:
             self._answering -= 1
             if not self._answering:
                 self._idle.set()
+        if self._observer is not None:
+            self._observer.observe(method, asyncio.get_running_loop().time() - start, status.name)
+
+    def count_failure(self, method: str) -> None:
+        """Log and count the exception being handled, which is none of kvstore's own."""
+        self.failures += 1
+        logger.exception("call failed: method=%s", method)
 
 
 async def _respond_once(

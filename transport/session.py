@@ -133,6 +133,8 @@ class Session:
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.leases: Holdings[Lease] = Holdings("lease", limits.leases_per_session, lambda lease: lease.release())
         self.stages: Holdings[Stage] = Holdings("stage", limits.stages_per_session, lambda stage: stage.abort())
+        # Those that a lookup of this session has used: the store has read what it keeps of them.
+        self.warm_namespaces: set[bytes] = set()
         self._namespaces_max = limits.namespaces_per_session
         self._lock = threading.Lock()
         self._namespaces: dict[bytes, Namespace] = {}  # guarded by _lock
