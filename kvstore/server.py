@@ -28,7 +28,7 @@ from kvstore.quantities import format_size
 from kvstore.store import StoreSettings, open_store
 from kvstore.tiers.memory_limit import memory_limit
 from kvstore.transport.limits import ServiceLimits
-from kvstore.transport.server import GrpcServer
+from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
     from kvstore.store import Store
@@ -61,7 +61,7 @@ def run(config: Config, *, ready: TextIO) -> None:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_open(config))
         calls = CallMetrics()
-        server = GrpcServer(store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls)
+        server = TransportServer(store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls)
         registry = make_registry(store.stats, server, calls, __version__)
         address = config.server.metrics_address
         page = stack.enter_context(contextlib.closing(MetricsPage(registry, address))) if address else None
@@ -104,7 +104,9 @@ def _open(config: Config) -> Store:
     )
 
 
-async def _serve(config: Config, store: Store, server: GrpcServer, page: MetricsPage | None, ready: TextIO) -> None:
+async def _serve(
+    config: Config, store: Store, server: TransportServer, page: MetricsPage | None, ready: TextIO
+) -> None:
     stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:

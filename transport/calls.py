@@ -87,8 +87,8 @@ class CallRoot:
             status, details, metadata = status_of(error)
             await context.abort(status, details, metadata)
             raise
-        except Exception:
-            self.count_failure(method)
+        except Exception as error:
+            self.count_failure(method, error)
             status = grpc.StatusCode.INTERNAL
             await context.abort(status, INTERNAL_DETAILS)
             raise
@@ -111,10 +111,10 @@ class CallRoot:
         if self._observer is not None:
             self._observer.observe(method, asyncio.get_running_loop().time() - start, status.name)
 
-    def count_failure(self, method: str) -> None:
-        """Log and count the exception being handled, which is none of kvstore's own."""
+    def count_failure(self, method: str, error: Exception) -> None:
+        """Log and count an exception that is none of kvstore's own."""
         self.failures += 1
-        logger.exception("call failed: method=%s", method)
+        logger.error("call failed: method=%s", method, exc_info=error)
 
 
 async def _respond_once(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvstore.errors import InvalidArgumentError, InvalidBufferError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.api import Lease, Stage
     from kvstore.transport.limits import ServiceLimits
     from kvstore.transport.session import Session
@@ -35,6 +40,21 @@ class WriteJob:
     row_bytes: int
     from_block: int
     blocks: int
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """A lease or stage whose rows can be moved without a copy: flat pieces of memory, in order, while they are lent.
+
+    A lease lends leading blocks only, as many as lie in memory; a stage lends all, and counts them as written if the
+    loan ends without an exception.
+    """
+
+    def lend(
+        self, *, from_block: int, blocks: int, part: int | None
+    ) -> AbstractContextManager[list[NDArray[np.uint8]]]:
+        """Lend rows."""
+        ...
 
 
 def load_job(session: Session, request: pb.LoadRequest, limits: ServiceLimits) -> LoadJob:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES_MAX = 2**40
 EVENTS_MAX = 10_000
 # A lookup of 64 Ki tokens takes about 100 us; handing it to a thread and back takes as much.
-AT_ONCE_BYTES_MAX = 256 * 1024
+QUICK_BYTES_MAX = 256 * 1024
 EVENTS_DEFAULT = 1000
 EVENT_WAIT_SECONDS_MAX = 10.0
 _WATCH_SECONDS = 0.5
@@ -66,14 +66,15 @@ class CacheService:
             return
         session = self._state.sessions.open()
         try:
-            yield self._greeting(session)
+            yield self.greeting(session)
             await _first_of(_drain(requests), self._state.stopping.wait())
             if self._state.stopping.is_set():
                 raise UnavailableError("the server is stopping")
         finally:
             self._state.end_session(session)
 
-    def _greeting(self, session: Session) -> pb.SessionResponse:
+    def greeting(self, session: Session) -> pb.SessionResponse:
+        """What a client is told of its new session."""
         limits = self._limits
         return pb.SessionResponse(
             session_id=session.session_id,
@@ -121,18 +122,18 @@ class CacheService:
         session.warm_namespaces.add(request.prompt.ns_id)
         return answer
 
-    def match_at_once(self, request: pb.MatchRequest, tokens: bytes) -> pb.MatchResponse | None:
-        """Look the prompt of `tokens` up in the event loop itself, which saves two changes of thread.
+    def is_quick(self, request: pb.MatchRequest, prompt_bytes: int) -> bool:
+        """Whether a lookup may run in the event loop itself, which saves two changes of thread.
 
-        None where that could hold the loop up: for a long prompt, and for the first of a namespace in its session, since
-        the store may have to read what the disk holds of it.
+        Not so a long prompt, nor the first of a namespace in its session, for which the store may have to read what the
+        disk holds of it.
         """
-        if len(tokens) > AT_ONCE_BYTES_MAX:
-            return None
         session = self._state.sessions.get(request.session_id)
-        if request.prompt.ns_id not in session.warm_namespaces:
-            return None
-        return self._matched(session.namespace(request.prompt.ns_id), request, tokens)
+        return prompt_bytes <= QUICK_BYTES_MAX and request.prompt.ns_id in session.warm_namespaces
+
+    def match_at_once(self, request: pb.MatchRequest, tokens: bytes) -> pb.MatchResponse:
+        """Look the prompt of `tokens` up in the event loop itself; see `is_quick`."""
+        return self._matched(self._namespace(request), request, tokens)
 
     def _matched(self, namespace: Namespace, request: pb.MatchRequest, tokens: bytes | None = None) -> pb.MatchResponse:
         match = self._store.match(

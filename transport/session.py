@@ -179,6 +179,10 @@ class SessionTable:
         self._sessions[session.session_id] = session
         return session
 
+    def has(self, session_id: bytes) -> bool:
+        """Whether there is a session of that id."""
+        return session_id in self._sessions
+
     def get(self, session_id: bytes) -> Session:
         """Raises UnknownSessionError if there is none of that id (any more)."""
         session = self._sessions.get(session_id)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from kvstore.transport.limits import ServiceLimits
-from kvstore.transport.server import GrpcServer
+from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class ServedStore:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served-store")
         self._thread.start()
-        self.server = GrpcServer(
+        self.server = TransportServer(
             store, listen=listen, secrets=secrets or {}, limits=limits or ServiceLimits(), observer=observer
         )
         try:
