@@ -66,14 +66,22 @@ class BulkConnection:
         self._peer.shutdown()
 
     async def _has_request(self) -> bool:
+        """Wait for a request; false if the client ends the connection instead."""
+        while True:
+            await self._readable()
+            try:
+                return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                continue  # woken for nothing, which the loop may do
+            except OSError:
+                return False
+
+    async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
         readable = loop.create_future()
         loop.add_reader(self._socket.fileno(), _resolve, readable)
         try:
             await readable
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except OSError:
-            return False
         finally:
             loop.remove_reader(self._socket.fileno())
 

@@ -28,13 +28,13 @@ class BulkSocket:
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        connected.setblocking(True)
         self._socket = connected
         self._ends_at = 0.0
         self._stall_seconds = 0.0
 
     def begin(self, seconds: float, stall_seconds: float) -> None:
         """Set the time for what follows."""
+        self._socket.setblocking(True)  # an event loop that has waited for the socket may have made it non-blocking
         self._ends_at = time.monotonic() + seconds
         self._stall_seconds = stall_seconds
 
