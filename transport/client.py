@@ -17,7 +17,7 @@ from kvstore.tokens import as_token_array
 from kvstore.transport import convert
 from kvstore.transport.address import parse_address
 from kvstore.transport.connection import Connection
-from kvstore.transport.link import CACHE, Deadlines
+from kvstore.transport.link import CACHE, Deadlines, Lookup
 from kvstore.transport.remote import RemoteLease, RemoteStage
 from kvstore.transport.wire_dial import NoFastLaneError
 from kvstore.transport.wire_link import WireLink
@@ -89,20 +89,9 @@ class Client:
     ) -> PrefixMatch:
         """The longest stored prefix of `tokens`."""
         prompt = as_token_array(tokens)
-        request_name = _unicode(request_id or "", "request_id")
-
-        def attempt(connection: Link) -> pb.MatchResponse:
-            request = pb.MatchRequest(
-                session_id=connection.session.session_id,
-                prompt=convert.prompt_to_proto(connection.ns_id(namespace), root, prompt),
-                peek=not touch,
-                request_id=request_name,
-            )
-            return connection.call(CACHE, "Match", request, pb.MatchResponse)
-
-        found = self._call(attempt)
-        runs = convert.runs_from_proto(found.runs)
-        return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, found.blocks, runs)
+        lookup = Lookup(namespace, root, prompt, not touch, _unicode(request_id or "", "request_id"))
+        found = self._call(lambda link: link.match(lookup))
+        return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, found.blocks, found.runs)
 
     def lease(self, match: PrefixMatch) -> RemoteLease:
         """Protect a match."""

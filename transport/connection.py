@@ -14,8 +14,8 @@ import numpy as np
 
 from kvstore import __version__
 from kvstore.errors import KvstoreError, UnavailableError
-from kvstore.transport import frames
-from kvstore.transport.link import CACHE, OpenNamespaces
+from kvstore.transport import convert, frames
+from kvstore.transport.link import CACHE, Matched, OpenNamespaces
 from kvstore.transport.rows import whole_rows_bytes
 from kvstore.transport.status import ERROR_KEY, UnknownSessionError, error_of
 from kvstore.v1 import cache_service_pb2 as pb
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress, UnixAddress
-    from kvstore.transport.link import Deadlines
+    from kvstore.transport.link import Deadlines, Lookup
     from kvstore.types import Namespace
 
 R = TypeVar("R", bound="Message")
@@ -89,6 +89,17 @@ class Connection:
     def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
         """One call within the deadline of control calls."""
         return self._call(service, method, request, response_type, self.deadlines.control_seconds)
+
+    def match(self, lookup: Lookup) -> Matched:
+        """A lookup, within the deadline of control calls."""
+        request = pb.MatchRequest(
+            session_id=self.session.session_id,
+            prompt=convert.prompt_to_proto(self.ns_id(lookup.namespace), lookup.root, lookup.prompt),
+            peek=lookup.peek,
+            request_id=lookup.request_id,
+        )
+        found = self.call(CACHE, "Match", request, pb.MatchResponse)
+        return Matched(found.blocks, convert.runs_from_proto(found.runs))
 
     def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
         """One call within the deadline of bulk calls."""

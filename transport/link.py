@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from numpy.typing import NDArray
 
-    from kvstore.types import Namespace
+    from kvstore.types import Namespace, Root, TierRun, TokenArray
 
 R = TypeVar("R", bound="Message")
 CACHE = "kvstore.v1.CacheService"
@@ -27,6 +27,24 @@ class Deadlines:
 
     control_seconds: float
     bulk_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What a match asks."""
+
+    namespace: Namespace
+    root: Root | None
+    prompt: TokenArray
+    peek: bool
+    request_id: str
+
+
+class Matched(NamedTuple):
+    """What a match answers."""
+
+    blocks: int
+    runs: tuple[TierRun, ...]
 
 
 class Link(Protocol):
@@ -53,6 +71,10 @@ class Link(Protocol):
 
     def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
         """One call within the deadline of control calls."""
+        ...
+
+    def match(self, lookup: Lookup) -> Matched:
+        """A lookup, within the deadline of control calls."""
         ...
 
     def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:

@@ -118,9 +118,9 @@ class CacheService:
         """Look a prompt up."""
         session = self._state.sessions.get(request.session_id)
         namespace = session.namespace(request.prompt.ns_id)
-        answer = await self._state.short.run(partial(self._matched, namespace, request))
+        match = await self._state.short.run(partial(self._matched, namespace, request, request.prompt.tokens))
         session.warm_namespaces.add(request.prompt.ns_id)
-        return answer
+        return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
 
     def is_quick(self, request: pb.MatchRequest, prompt_bytes: int) -> bool:
         """Whether a lookup may run in the event loop itself, which saves two changes of thread.
@@ -131,19 +131,18 @@ class CacheService:
         session = self._state.sessions.get(request.session_id)
         return prompt_bytes <= QUICK_BYTES_MAX and request.prompt.ns_id in session.warm_namespaces
 
-    def match_at_once(self, request: pb.MatchRequest, tokens: bytes) -> pb.MatchResponse:
+    def match_at_once(self, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
         """Look the prompt of `tokens` up in the event loop itself; see `is_quick`."""
         return self._matched(self._namespace(request), request, tokens)
 
-    def _matched(self, namespace: Namespace, request: pb.MatchRequest, tokens: bytes | None = None) -> pb.MatchResponse:
-        match = self._store.match(
+    def _matched(self, namespace: Namespace, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
+        return self._store.match(
             namespace,
-            convert.tokens_from_proto(request.prompt.tokens if tokens is None else tokens),
+            convert.tokens_from_proto(tokens),
             root=convert.root_from_proto(request.prompt.root),
             touch=not request.peek,
             request_id=request.request_id or None,
         )
-        return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
 
     async def lease(self, request: pb.LeaseRequest) -> pb.LeaseResponse:
         """Protect a match; a lease whose caller is gone before the answer ends at once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -146,8 +146,7 @@ class ServerHello:
     prompt_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What precedes every body. `code` is a Method in a request, a gRPC status in an error, else 0."""
 
     body_bytes: int
@@ -158,8 +157,7 @@ class Header:
     deadline_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """A prompt sent by its growth: the first `prefix_tokens` are those the server remembers under `base_id`.
 
     The whole is to be remembered under `prompt_id`, which may be the same.
@@ -220,8 +218,8 @@ def encode_header(
 def decode_header(raw: bytes | bytearray | memoryview, offset: int, body_bytes_max: int) -> Header:
     """The header at `offset`. Raises WireFormatError for what no peer of this version sends."""
     body_bytes, kind, code, flags, call_id, deadline_ms = _HEADER.unpack_from(raw, offset)
-    if not 1 <= kind <= len(_KINDS):
-        raise WireFormatError(f"a frame has kind {kind}, expected 1..{len(_KINDS)}")
+    if not 1 <= kind <= _KIND_MAX:
+        raise WireFormatError(f"a frame has kind {kind}, expected 1..{_KIND_MAX}")
     if body_bytes > body_bytes_max:
         raise WireFormatError(f"a frame has {body_bytes} bytes, expected at most {body_bytes_max}")
     if flags & ~FLAG_DELTA:
@@ -282,5 +280,6 @@ def decode_error(code: int, body: bytes, address: str) -> KvstoreError:
 
 
 _KINDS = tuple(Kind)
+_KIND_MAX = len(_KINDS)
 _METHODS = tuple(Method)
 _STATUSES = {status.value[0]: status for status in grpc.StatusCode}

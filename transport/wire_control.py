@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2
 from kvstore.errors import InvalidArgumentError, KvstoreError, NoSpaceError, UnavailableError
 from kvstore.transport import wire
 from kvstore.transport.calls import INTERNAL_DETAILS
+from kvstore.transport.frames import encode_matched
 from kvstore.transport.status import UnknownSessionError, status_of
 from kvstore.transport.wire_prompts import PromptMemory
 
@@ -208,8 +209,8 @@ class ControlConnection(asyncio.BufferedProtocol):
         start = self._lane.root.begin("Match")
         status = grpc.StatusCode.OK
         try:
-            answer = self._lane.cache.match_at_once(request, whole)
-            frame = wire.encode_frame(wire.Kind.RESPONSE, answer.SerializeToString(), call_id=header.call_id)
+            match = self._lane.cache.match_at_once(request, whole)
+            frame = wire.encode_frame(wire.Kind.RESPONSE, encode_matched(match), call_id=header.call_id)
         except KvstoreError as error:
             status = status_of(error)[0]
             frame = wire.encode_error(error, header.call_id)

@@ -6,14 +6,14 @@ import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvstore.errors import UnavailableError
 from kvstore.transport import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _BUFFER_BYTES = 64 * 1024
 _BODY_BYTES_MAX = 128 * 2**20
@@ -73,38 +73,37 @@ class Exchange:
         connection ends, which the first that notices makes known to all.
         """
         ends_at = time.monotonic() + seconds
-        with self._use():
-            waiter = _Waiter()
-            call_id = self._add(waiter)
-            try:
-                self._send(frame, call_id, ends_at)
-                self._await(waiter, ends_at)
-            finally:
-                self._remove(call_id)
+        waiter = _Waiter()
+        call_id = self._enter(waiter)
+        try:
+            self._send(frame, call_id, ends_at)
+            self._await(waiter, ends_at)
+        finally:
+            self._leave(call_id)
         assert waiter.answer is not None, "awaited and not answered"
         return waiter.answer
 
     def tell(self, frame: Callable[[int], bytes], seconds: float) -> None:
         """Send a frame whose answer nobody waits for. Raises UnavailableError if that cannot be done in time."""
-        with self._use():
-            waiter = _Waiter()
-            call_id = self._add(waiter)
-            try:
-                self._send(frame, call_id, time.monotonic() + seconds)
-            finally:
-                self._remove(call_id)
+        call_id = self._enter(_Waiter())
+        try:
+            self._send(frame, call_id, time.monotonic() + seconds)
+        finally:
+            self._leave(call_id)
 
     def check(self) -> None:
         """Notice whether the other side has ended the connection."""
-        with suppress(UnavailableError), self._use():
+        with suppress(UnavailableError):
+            call_id = self._enter(_Waiter())
             try:
-                if self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    return
+                if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    self.end()
             except BlockingIOError:
                 return
             except OSError:
-                pass  # broken, which is an end too
-            self.end()
+                self.end()
+            finally:
+                self._leave(call_id)
 
     def end(self) -> None:
         """End the connection; idempotent. Calls under way raise UnavailableError."""
@@ -125,37 +124,29 @@ class Exchange:
         self.ended = True
         self._socket.close()
 
-    @contextmanager
-    def _use(self) -> Iterator[None]:
-        """Keep the socket from being closed, so that its descriptor is never another file's while it is used."""
+    def _enter(self, waiter: _Waiter) -> int:
+        """Begin a call: gives its id, and keeps the descriptor from becoming another file's until the call leaves."""
         with self._lock:
             self._check_open()
             self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self.ended and not self._users:
-                    self._socket.close()
-
-    def _check_open(self) -> None:
-        if self.ended:
-            raise UnavailableError(f"the session with {self._peer} has ended, and what it held with it")
-
-    def _add(self, waiter: _Waiter) -> int:
-        with self._lock:
             self._last_id = self._last_id % _CALL_ID_MAX + 1
             while self._last_id in self._waiting:
                 self._last_id = self._last_id % _CALL_ID_MAX + 1
             self._waiting[self._last_id] = waiter
             return self._last_id
 
-    def _remove(self, call_id: int) -> None:
-        """Who leaves lets another one read, should it have been its turn."""
+    def _leave(self, call_id: int) -> None:
+        """End a call; who leaves lets another one read, should it have been its turn."""
         with self._lock:
             self._waiting.pop(call_id, None)
+            self._users -= 1
+            if self.ended and not self._users:
+                self._socket.close()
             self._pass_on()
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise UnavailableError(f"the session with {self._peer} has ended, and what it held with it")
 
     def _pass_on(self) -> None:
         if not self._reading:

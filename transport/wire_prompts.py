@@ -9,7 +9,7 @@ always allowed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -27,6 +27,24 @@ _SHARED_BYTES_MIN = 1024
 def prompt_digest(packed: bytes, prefix_bytes: int) -> int:
     """XXH3-64, seed 0, of the leading bytes of packed token ids. https://xxhash.com/doc/v0.8.3/ has the function."""
     return xxhash.xxh3_64_intdigest(memoryview(packed)[:prefix_bytes])
+
+
+class _Prompt:
+    """A remembered prompt; the digest of all of it is made when it is first asked for."""
+
+    __slots__ = ("_digest", "packed")
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+        self._digest: int | None = None
+
+    def digest(self, prefix_bytes: int) -> int:
+        """The digest of its leading bytes."""
+        if prefix_bytes != len(self.packed):
+            return prompt_digest(self.packed, prefix_bytes)
+        if self._digest is None:
+            self._digest = prompt_digest(self.packed, prefix_bytes)
+        return self._digest
 
 
 class PromptBudget:
@@ -57,7 +75,7 @@ class PromptMemory:
     def __init__(self, limit_bytes: int, budget: PromptBudget) -> None:
         self._limit_bytes = limit_bytes
         self._budget = budget
-        self._prompts: OrderedDict[int, bytes] = OrderedDict()
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
         self._used_bytes = 0
 
     def complete(self, delta: Delta, tail: bytes) -> bytes | None:
@@ -72,9 +90,10 @@ class PromptMemory:
         if not prefix_bytes:
             self._remember(delta.prompt_id, tail)
             return tail
-        known = self._prompts.get(delta.base_id)
-        if known is None or len(known) < prefix_bytes or prompt_digest(known, prefix_bytes) != delta.digest:
+        base = self._prompts.get(delta.base_id)
+        if base is None or len(base.packed) < prefix_bytes or base.digest(prefix_bytes) != delta.digest:
             return None
+        known = base.packed
         if not tail:
             # A prefix of what is known, such as the part that a lease is for: the longer one stays.
             self._prompts.move_to_end(delta.base_id)
@@ -89,8 +108,9 @@ class PromptMemory:
             self._forget_oldest()
 
     def _remember(self, prompt_id: int, whole: bytes) -> None:
-        old = self._prompts.pop(prompt_id, b"")
-        self._give_back(len(old))
+        old = self._prompts.pop(prompt_id, None)
+        if old is not None:
+            self._give_back(len(old.packed))
         if len(whole) > self._limit_bytes:
             return
         while self._prompts and (
@@ -102,18 +122,17 @@ class PromptMemory:
                 return
             self._forget_oldest()
         self._used_bytes += len(whole)
-        self._prompts[prompt_id] = whole
+        self._prompts[prompt_id] = _Prompt(whole)
 
     def _forget_oldest(self) -> None:
-        self._give_back(len(self._prompts.popitem(last=False)[1]))
+        self._give_back(len(self._prompts.popitem(last=False)[1].packed))
 
     def _give_back(self, size_bytes: int) -> None:
         self._used_bytes -= size_bytes
         self._budget.refund(size_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """How a prompt is sent: the delta, and the bytes of the tokens behind its prefix."""
 
     delta: Delta
@@ -128,7 +147,7 @@ class SentPrompts:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._prompts: OrderedDict[int, bytes] = OrderedDict()
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
         self._used_bytes = 0
         self._last_id = 0
 
@@ -141,12 +160,13 @@ class SentPrompts:
             prompt_id = self._new_id()
             self._record(prompt_id, whole)
             return Growth(Delta(prompt_id, 0, 0, 0), whole)
-        digest = prompt_digest(whole, shared_bytes)
+        base = self._prompts[base_id]
+        digest = base.digest(shared_bytes)
         prompt_id = base_id
         if shared_bytes == len(whole):
             self._prompts.move_to_end(base_id)
         else:
-            if shared_bytes < len(self._prompts[base_id]):
+            if shared_bytes < len(base.packed):
                 prompt_id = self._new_id()  # another conversation that begins alike
             self._record(prompt_id, whole)
         return Growth(Delta(prompt_id, base_id, shared_bytes // TOKEN_BYTES, digest), whole[shared_bytes:])
@@ -159,14 +179,16 @@ class SentPrompts:
     def _most_shared(self, whole: bytes) -> tuple[int, int]:
         """Id and shared bytes of the prompt to build on; 0 bytes if there is none worth it."""
         best_id, best_bytes = 0, 0
-        for prompt_id, known in self._prompts.items():
-            if len(known) > best_bytes and whole.startswith(known):
+        for prompt_id, prompt in reversed(self._prompts.items()):
+            known = prompt.packed
+            if len(known) >= len(whole):
+                if known.startswith(whole):
+                    return prompt_id, len(whole)
+            elif len(known) > best_bytes and whole.startswith(known):
                 best_id, best_bytes = prompt_id, len(known)
-            elif len(known) > len(whole) and known.startswith(whole):
-                return prompt_id, len(whole)
         if not best_id and self._prompts:
             best_id = next(reversed(self._prompts))
-            best_bytes = _common_bytes(self._prompts[best_id], whole)
+            best_bytes = _common_bytes(self._prompts[best_id].packed, whole)
         return (best_id, best_bytes) if best_bytes >= _SHARED_BYTES_MIN else (0, 0)
 
     def _new_id(self) -> int:
@@ -174,13 +196,14 @@ class SentPrompts:
         return self._last_id
 
     def _record(self, prompt_id: int, whole: bytes) -> None:
-        self._used_bytes -= len(self._prompts.pop(prompt_id, b""))
+        old = self._prompts.pop(prompt_id, None)
+        self._used_bytes -= len(old.packed) if old is not None else 0
         while self._prompts and (
             len(self._prompts) >= PROMPTS_MAX or self._used_bytes + len(whole) > self._limit_bytes
         ):
-            self._used_bytes -= len(self._prompts.popitem(last=False)[1])
+            self._used_bytes -= len(self._prompts.popitem(last=False)[1].packed)
         self._used_bytes += len(whole)
-        self._prompts[prompt_id] = whole
+        self._prompts[prompt_id] = _Prompt(whole)
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:
