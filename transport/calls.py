@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,8 +53,7 @@ class CallRoot:
         self.failures = 0
         self._observer = observer
         self._answering = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None  # made by who waits
 
     def handler(self, service: ServiceDescriptor, implementation: object) -> Any:  # noqa: ANN401  # grpc has no types
         """A generic handler: each method of `service` is answered by the method of `implementation` named alike."""
@@ -62,7 +62,9 @@ class CallRoot:
 
     async def wait_idle(self) -> None:
         """Return when no call is running, but for those that last as long as their client wants."""
-        await self._idle.wait()
+        if self._answering:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
 
     def _method_handler(self, method: MethodDescriptor, implementation: object) -> Any:  # noqa: ANN401
         answer = getattr(implementation, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
@@ -93,23 +95,22 @@ class CallRoot:
             await context.abort(status, INTERNAL_DETAILS)
             raise
         finally:
-            self.end(method, start, status)
+            self.end(method, start, status.name)
 
     def begin(self, method: str) -> float:
         """A call begins; returns when, for `end`."""
         if method not in LASTING_METHODS:
             self._answering += 1
-            self._idle.clear()
-        return asyncio.get_running_loop().time()
+        return time.monotonic()
 
-    def end(self, method: str, start: float, status: grpc.StatusCode) -> None:
-        """A call that has begun is over."""
+    def end(self, method: str, start: float, status: str) -> None:
+        """A call that has begun is over; `status` is the name of a gRPC code."""
         if method not in LASTING_METHODS:
             self._answering -= 1
-            if not self._answering:
+            if not self._answering and self._idle is not None:
                 self._idle.set()
         if self._observer is not None:
-            self._observer.observe(method, asyncio.get_running_loop().time() - start, status.name)
+            self._observer.observe(method, time.monotonic() - start, status)
 
     def count_failure(self, method: str, error: Exception) -> None:
         """Log and count an exception that is none of kvstore's own."""

@@ -196,7 +196,7 @@ class Client:
     def close(self) -> None:
         """End the session, with all leases and stages; idempotent. The server's store stays as it is."""
         with self._lock:
-            self._closed = True
+            self._closed = True  # before the connection goes, so that nobody who finds none makes another
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -220,6 +220,9 @@ class Client:
         return attempt(self._connect())
 
     def _connect(self) -> Link:
+        link = self._connection
+        if link is not None and not link.ended:
+            return link
         if not self._lock.acquire(timeout=self._deadlines.control_seconds):
             raise UnavailableError(f"no answer from {self._address} within {self._deadlines.control_seconds} s")
         try:

@@ -8,6 +8,7 @@ unknown field, is parsed by protobuf.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvstore.v1 import block_pb2
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from numpy.typing import NDArray
 
-    from kvstore.types import PrefixMatch
+    from kvstore.types import PrefixMatch, TierRun
 
 _FRAME_FIELDS: dict[type[Message], int] = {
     pb.LoadResponse: pb.LoadResponse.FRAME_FIELD_NUMBER,
     pb.WriteRequest: pb.WriteRequest.FRAME_FIELD_NUMBER,
 }
 _LENGTH_DELIMITED = 2
+_ANSWERS_REMEMBERED = 1024
 _PEEK = bytes((pb.MatchRequest.PEEK_FIELD_NUMBER << 3, 1))
 _LENGTH_BYTES_MAX = 5
 
@@ -52,8 +54,13 @@ def encode_match(session_id: bytes, prompt_head: bytes, tokens: bytes, *, peek: 
 
 def encode_matched(match: PrefixMatch) -> bytes:
     """The bytes of the MatchResponse that tells of `match`."""
-    parts = [_number(pb.MatchResponse.BLOCKS_FIELD_NUMBER, match.blocks)] if match.blocks else []
-    for run in match.runs:
+    return _matched(match.blocks, match.runs)
+
+
+@lru_cache(maxsize=_ANSWERS_REMEMBERED)
+def _matched(blocks: int, runs: tuple[TierRun, ...]) -> bytes:
+    parts = [_number(pb.MatchResponse.BLOCKS_FIELD_NUMBER, blocks)] if blocks else []
+    for run in runs:
         body = _number(block_pb2.TierRun.TIER_FIELD_NUMBER, run.tier.value) + _number(
             block_pb2.TierRun.BLOCKS_FIELD_NUMBER, run.blocks
         )

@@ -29,8 +29,7 @@ class Deadlines:
     bulk_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """What a match asks."""
 
     namespace: Namespace
@@ -103,13 +102,17 @@ class Link(Protocol):
 
 
 class OpenNamespaces:
-    """The namespaces that one session has opened. Thread-safe: only ever added to."""
+    """The namespaces that one session has opened. Thread-safe: only ever added to, and the last one set at once."""
 
     def __init__(self) -> None:
         self._ids: dict[Namespace, bytes] = {}
+        self._last: tuple[Namespace | None, bytes] = (None, b"")
 
     def ns_id(self, link: Link, namespace: Namespace) -> bytes:
         """The id of a namespace, which is opened over `link` if it is not yet."""
+        last, last_id = self._last
+        if namespace is last:  # nearly always, and cheaper than to hash all its fields
+            return last_id
         require_namespace(namespace)
         ns_id = self._ids.get(namespace)
         if ns_id is None:
@@ -121,4 +124,5 @@ class OpenNamespaces:
             )
             ns_id = link.call(CACHE, "OpenNamespace", request, pb.OpenNamespaceResponse).ns_id
             self._ids[namespace] = ns_id
+        self._last = (namespace, ns_id)
         return ns_id

@@ -105,7 +105,7 @@ class BulkConnection:
                 failure = wire.encode_failure(grpc.StatusCode.INTERNAL, INTERNAL_DETAILS, 0)
                 self._socket.send(failure, socket.MSG_DONTWAIT)
         finally:
-            root.end(outcome.method, start, outcome.status)
+            root.end(outcome.method, start, outcome.status.name)
         return outcome.reusable
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _BUFFER_BYTES = 64 * 1024
 _FIRST_BODY_BYTES_MAX = 4096
+_OK = grpc.StatusCode.OK.name
 
 
 class ControlConnection(asyncio.BufferedProtocol):
@@ -176,11 +177,12 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._lane.stopping:
             raise UnavailableError("the server is stopping")
         tokens: bytes | None = None
+        request: Any  # of the type that goes with the method
         if header.flags & wire.FLAG_DELTA:
             if method not in wire.PROMPT_METHODS:
                 raise wire.WireFormatError(f"{method.name} came with a delta, which it cannot have")
             request = _parse(method, body[wire.DELTA_BYTES :])
-            tokens = self._prompts.complete(wire.decode_delta(body), _prompt_of(request))
+            tokens = self._prompts.complete(wire.decode_delta(body), request.prompt.tokens)
             if tokens is None:
                 self._lane.resent_prompts += 1
                 self._send(wire.encode_frame(wire.Kind.RESEND, b"", call_id=header.call_id))
@@ -188,10 +190,10 @@ class ControlConnection(asyncio.BufferedProtocol):
         else:
             request = _parse(method, body)
         self._check_session(request)
-        if method is wire.Method.Match and self._match_at_once(header, cast("pb.MatchRequest", request), tokens):
+        if method is wire.Method.Match and self._match_at_once(header, request, tokens):
             return
         if tokens is not None:
-            cast("pb.MatchRequest", request).prompt.tokens = tokens
+            request.prompt.tokens = tokens
         call = asyncio.get_running_loop().create_task(self._answer(header, method, request))
         self._calls[header.call_id] = call
 
@@ -207,12 +209,12 @@ class ControlConnection(asyncio.BufferedProtocol):
         if not self._lane.cache.is_quick(request, len(whole)):
             return False
         start = self._lane.root.begin("Match")
-        status = grpc.StatusCode.OK
+        status = _OK
         try:
             match = self._lane.cache.match_at_once(request, whole)
             frame = wire.encode_frame(wire.Kind.RESPONSE, encode_matched(match), call_id=header.call_id)
         except KvstoreError as error:
-            status = status_of(error)[0]
+            status = status_of(error)[0].name
             frame = wire.encode_error(error, header.call_id)
         finally:
             self._lane.root.end("Match", start, status)
@@ -244,7 +246,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             frame = wire.encode_failure(status, INTERNAL_DETAILS, header.call_id)
         finally:
             self._calls.pop(header.call_id, None)
-            root.end(method.name, start, status)
+            root.end(method.name, start, status.name)
         self._send(frame)
 
     def _send(self, frame: bytes) -> None:
@@ -263,11 +265,6 @@ def _parse(method: wire.Method, body: memoryview) -> Message:
     except DecodeError as err:
         raise InvalidArgumentError(f"the request is no {method.name} message: {err}") from err
     return request
-
-
-def _prompt_of(request: Message) -> bytes:
-    tokens: bytes = cast("pb.MatchRequest", request).prompt.tokens
-    return tokens
 
 
 def unary_methods(cache: object, admin: object) -> dict[wire.Method, Callable[[Message], Awaitable[Message]]]:

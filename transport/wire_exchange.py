@@ -59,6 +59,7 @@ class Exchange:
         self._reading = False
         self._users = 0
         self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
         self._begin = 0
         self._end = 0
         connected.setblocking(True)
@@ -149,7 +150,7 @@ class Exchange:
             raise UnavailableError(f"the session with {self._peer} has ended, and what it held with it")
 
     def _pass_on(self) -> None:
-        if not self._reading:
+        if self._waiting and not self._reading:
             for waiter in self._waiting.values():
                 if waiter.answer is None:
                     waiter.wake()
@@ -202,7 +203,7 @@ class Exchange:
     def _read_some(self) -> None:
         """Read once and hand out what is whole; nothing is read if the time of the system call passes first."""
         try:
-            received_bytes = self._socket.recv_into(memoryview(self._buffer)[self._end :])
+            received_bytes = self._socket.recv_into(self._view[self._end :])
         except BlockingIOError:
             return
         if not received_bytes:
@@ -215,12 +216,13 @@ class Exchange:
             if body_end > self._end:
                 self._make_room(wire.HEADER_BYTES + header.body_bytes)
                 return
-            self._hand_out(header, bytes(memoryview(self._buffer)[body_begin:body_end]))
+            self._hand_out(header, bytes(self._view[body_begin:body_end]))
             self._begin = body_end
         if self._begin == self._end:
             self._begin = self._end = 0
             if len(self._buffer) > _BUFFER_BYTES:
                 self._buffer = bytearray(_BUFFER_BYTES)
+                self._view = memoryview(self._buffer)
         elif self._end == len(self._buffer):
             self._make_room(wire.HEADER_BYTES)
 
@@ -229,6 +231,7 @@ class Exchange:
             begun = self._buffer[self._begin : self._end]
             self._buffer = bytearray(max(frame_bytes, _BUFFER_BYTES))
             self._buffer[: len(begun)] = begun
+            self._view = memoryview(self._buffer)
             self._begin, self._end = 0, len(begun)
 
     def _hand_out(self, header: wire.Header, body: bytes) -> None:
