@@ -137,7 +137,7 @@ class RowReceiver:
 
     def fill(self, pieces: Iterable[memoryview]) -> None:
         """Fill all pieces from DATA frames. Raises WireFormatError for a frame of another kind."""
-        waiting = deque(pieces)
+        waiting = deque(piece for piece in pieces if piece.nbytes)
         while waiting:
             if not self._frame_bytes_left:
                 header = self.next_header()

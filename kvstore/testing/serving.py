@@ -1,4 +1,4 @@
-"""A gRPC server over any store, in a thread of this process."""
+"""A server over any store, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -70,3 +70,8 @@ def served(
     """Serve `store` on `listen` while the block runs; gives the bound address."""
     with ServedStore(store, [listen], secrets=secrets, limits=limits) as running:
         yield running.addresses[0]
+
+
+def grpc_address(address: str) -> str:
+    """An address of both lanes, such that a client uses gRPC."""
+    return f"grpc+{address}" if address.startswith("unix:") else f"grpc://{address}"
