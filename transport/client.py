@@ -210,12 +210,13 @@ class Client:
         self.close()
 
     def _call(self, attempt: Callable[[Link], T]) -> T:
-        """Run `attempt`; once more on a fresh connection if the one it had turns out to be dead."""
+        """Run `attempt`; once more on a fresh connection if the one it had turns out soon to be dead."""
+        soon = time.monotonic() + self._deadlines.control_seconds / 2
         connection = self._connect()
         try:
             return attempt(connection)
         except UnavailableError:
-            if not connection.ended:
+            if not connection.ended or time.monotonic() > soon:
                 raise
         return attempt(self._connect())
 

@@ -160,7 +160,10 @@ class Exchange:
         if not self._send_lock.acquire(timeout=max(0.0, ends_at - time.monotonic())):
             raise self._late()
         try:
-            self._socket.sendall(frame(call_id))
+            unsent = memoryview(frame(call_id))
+            while unsent := unsent[self._socket.send(unsent) :]:
+                if time.monotonic() >= ends_at:
+                    raise BlockingIOError
         except BlockingIOError as err:
             self.end()  # a part of the frame may be under way: nothing can follow it
             raise self._late() from err

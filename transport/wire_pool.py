@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KvstoreError, UnavailableError
@@ -44,17 +44,18 @@ class BulkPool:
             filled_bytes = 0
             while (header := receiver.next_header()).kind is wire.Kind.DATA:
                 filled_bytes += receiver.fill_frame(target[filled_bytes:])
-            return self._answer(receiver, header), filled_bytes
+            return self._answer(receiver, header, in_step=True), filled_bytes
 
     def write(self, message: Message, source: memoryview, seconds: float) -> bytes:
         """Do a Write: the bytes leave straight from `source`. Returns the message that ended it."""
         with self._call(wire.Method.Write, message, seconds) as peer:
-            for views in chunks([source]):
-                if peer.has_input():
-                    break  # refused before all was sent
-                send_chunk(peer, views, 1)
+            with suppress(ConnectionError):  # refused meanwhile: why, is still to be read
+                for views in chunks([source]):
+                    if peer.has_input():
+                        break
+                    send_chunk(peer, views, 1)
             receiver = RowReceiver(peer, 1)
-            return self._answer(receiver, receiver.next_header())
+            return self._answer(receiver, receiver.next_header(), in_step=False)
 
     def end(self) -> None:
         """End all connections; idempotent. Calls under way fail."""
@@ -73,10 +74,11 @@ class BulkPool:
         for peer in (*self._idle, *self._busy):
             peer.close()
 
-    def _answer(self, receiver: RowReceiver, header: wire.Header) -> bytes:
+    def _answer(self, receiver: RowReceiver, header: wire.Header, *, in_step: bool) -> bytes:
+        """The message of an answer. `in_step` says whether a call may follow on the connection should it be an error."""
         body = receiver.body(header)
         if header.kind is wire.Kind.ERROR:
-            raise _RefusedError(wire.decode_error(header.code, body, str(self._address)), header.call_id)
+            raise _RefusedError(wire.decode_error(header.code, body, str(self._address)), reusable=in_step)
         if header.kind is not wire.Kind.RESPONSE:
             raise wire.WireFormatError(f"a frame of kind {header.kind.name} came, expected an answer")
         return body
@@ -152,9 +154,9 @@ class BulkPool:
 
 
 class _RefusedError(Exception):
-    """The server answered with an error. Behind a refused Load the connection is in step, behind a Write it is not."""
+    """The server answered with an error, and whether the connection can take another call."""
 
-    def __init__(self, error: KvstoreError, call_id: int) -> None:
+    def __init__(self, error: KvstoreError, *, reusable: bool) -> None:
         super().__init__(str(error))
         self.error = error
-        self.reusable = False if call_id == 0 else not isinstance(error, wire.WireFormatError)
+        self.reusable = reusable

@@ -74,6 +74,8 @@ class BulkSocket:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
+        except OSError:
+            return True
         return True
 
     def shutdown(self) -> None:
