@@ -106,7 +106,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._open_transport().abort()
 
     def _take_frames(self) -> None:
-        first = self._begin
+        taken = False
         while self._end - self._begin >= wire.HEADER_BYTES and not self._open_transport().is_closing():
             limit = _FIRST_BODY_BYTES_MAX if self._session is None else self._body_bytes_max
             header = wire.decode_header(self._buffer, self._begin, limit)
@@ -117,7 +117,8 @@ class ControlConnection(asyncio.BufferedProtocol):
                 break
             self._take_request(header, memoryview(self._buffer)[body_begin:body_end])
             self._begin = body_end
-        self._note_progress(taken=self._begin != first)
+            taken = True
+        self._note_progress(taken=taken)
         if self._begin == self._end:
             self._begin = self._end = 0
             if len(self._buffer) > _BUFFER_BYTES:

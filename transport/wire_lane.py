@@ -32,7 +32,6 @@ _FLUSH_SECONDS = 1.0
 _KEEPALIVE_IDLE_SECONDS = 20
 _KEEPALIVE_PROBE_SECONDS = 5
 _KEEPALIVE_PROBES = 2
-_BUFFERED_BYTES_MAX = 2**20
 
 
 class WireLane:
@@ -155,8 +154,7 @@ class WireLane:
 
     async def _serve_control(self, connected: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_accepted_socket(lambda: ControlConnection(self), connected)
-        transport.set_write_buffer_limits(high=_BUFFERED_BYTES_MAX)
+        await loop.connect_accepted_socket(lambda: ControlConnection(self), connected)
 
     async def _serve_bulk(self, connection: BulkConnection, session_id: bytes) -> None:
         try:

@@ -75,7 +75,7 @@ class BulkPool:
             peer.close()
 
     def _answer(self, receiver: RowReceiver, header: wire.Header, *, in_step: bool) -> bytes:
-        """The message of an answer. `in_step` says whether a call may follow on the connection should it be an error."""
+        """The message of an answer; `in_step` says whether another call may follow should it be an error."""
         body = receiver.body(header)
         if header.kind is wire.Kind.ERROR:
             raise _RefusedError(wire.decode_error(header.code, body, str(self._address)), reusable=in_step)
