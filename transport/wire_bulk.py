@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvstore.errors import KvstoreError, NoSpaceError
+from kvstore.errors import KvstoreError, NoSpaceError, UnavailableError
 from kvstore.transport import wire
 from kvstore.transport.calls import INTERNAL_DETAILS
 from kvstore.transport.jobs import Lender, LoadJob, WriteJob, load_job, write_job
@@ -91,10 +91,12 @@ class BulkConnection:
         outcome = _Outcome("Load", grpc.StatusCode.INTERNAL, reusable=False)
         workers = self._lane.bulk
         try:
+            if self._lane.stopping:
+                raise UnavailableError("the server is stopping")
             with workers.place():
                 outcome = await workers.call(_BulkCall(self._peer, self._session, self._lane).serve)
                 self._lane.state.unended_handles += outcome.unended
-        except NoSpaceError as error:
+        except (NoSpaceError, UnavailableError) as error:
             outcome = _Outcome("Load", status_of(error)[0], reusable=False)
             with suppress(OSError):
                 self._socket.send(wire.encode_error(error, 0), socket.MSG_DONTWAIT)

@@ -39,12 +39,9 @@ class _Flow:
     ended: bool = False
 
     def move(self) -> None:
-        """Move what can be moved without waiting. Raises OSError where a side is gone."""
-        while not self.ended:
-            if not self.held_bytes and not self._fill():
-                return
-            if not self._drain():
-                return
+        """Move what is there without waiting; epoll tells if there is more. Raises OSError where a side is gone."""
+        if not self.ended and (self.held_bytes or self._fill()):
+            self._drain()
 
     def close(self) -> None:
         for end in self.pipe:
@@ -61,12 +58,9 @@ class _Flow:
                 self.target.shutdown(socket.SHUT_WR)
         return not self.ended
 
-    def _drain(self) -> bool:
-        try:
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
             self.held_bytes -= os.splice(self.pipe[0], self.target.fileno(), self.held_bytes, flags=_FLAGS)
-        except BlockingIOError:
-            return False
-        return not self.held_bytes
 
 
 class _Passage:
@@ -76,14 +70,18 @@ class _Passage:
         self.sockets = (client, inner)
         self.flows = (_Flow(client, inner), _Flow(inner, client))
 
-    def move(self) -> bool:
-        """Move what can be moved; false once the connection is over."""
+    def move(self, fd: int, events: int) -> bool:
+        """Do what a socket is ready for; false once the connection is over."""
+        reading, writing = self.flows if fd == self.sockets[0].fileno() else reversed(self.flows)
         try:
-            for flow in self.flows:
-                flow.move()
+            if events & ~select.EPOLLOUT:
+                reading.move()
+            if events & select.EPOLLOUT:
+                writing.move()
         except OSError:
             return False
-        return not all(flow.ended for flow in self.flows)
+        gone = reading.ended and events & (select.EPOLLHUP | select.EPOLLERR)  # told again and again from now on
+        return not gone and not (reading.ended and writing.ended)
 
     def interests(self) -> tuple[int, int]:
         """What to wait for on each socket: input where there is room for it, output where something is held."""
@@ -158,8 +156,9 @@ class Passages:
             ready = self._epoll.poll(maxevents=_EVENTS_MAX)
             if any(fd == self._wake for fd, _ in ready) and not self._take_new():
                 return
-            for passage in {self._by_fd[fd][0] for fd, _ in ready if fd in self._by_fd}:
-                self._step(passage)
+            for fd, events in ready:
+                if fd in self._by_fd:
+                    self._step(self._by_fd[fd][0], fd, events)
 
     def _take_new(self) -> bool:
         os.eventfd_read(self._wake)
@@ -170,13 +169,12 @@ class Passages:
                 return False
         for passage in new:
             for connected in passage.sockets:
-                self._epoll.register(connected.fileno(), 0)
-                self._by_fd[connected.fileno()] = (passage, 0)
-            self._step(passage)
+                self._epoll.register(connected.fileno(), _READ)
+                self._by_fd[connected.fileno()] = (passage, _READ)
         return True
 
-    def _step(self, passage: _Passage) -> None:
-        if not passage.move():
+    def _step(self, passage: _Passage, fd: int, events: int) -> None:
+        if not passage.move(fd, events):
             for connected in passage.sockets:
                 self._epoll.unregister(connected.fileno())
                 del self._by_fd[connected.fileno()]
