@@ -122,18 +122,17 @@ class CacheService:
         session.warm_namespaces.add(request.prompt.ns_id)
         return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
 
-    def is_quick(self, request: pb.MatchRequest, prompt_bytes: int) -> bool:
+    def is_quick(self, session: Session, request: pb.MatchRequest, prompt_bytes: int) -> bool:
         """Whether a lookup may run in the event loop itself, which saves two changes of thread.
 
         Not so a long prompt, nor the first of a namespace in its session, for which the store may have to read what the
         disk holds of it.
         """
-        session = self._state.sessions.get(request.session_id)
         return prompt_bytes <= QUICK_BYTES_MAX and request.prompt.ns_id in session.warm_namespaces
 
-    def match_at_once(self, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
+    def match_at_once(self, session: Session, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
         """Look the prompt of `tokens` up in the event loop itself; see `is_quick`."""
-        return self._matched(self._namespace(request), request, tokens)
+        return self._matched(session.namespace(request.prompt.ns_id), request, tokens)
 
     def _matched(self, namespace: Namespace, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
         return self._store.match(

@@ -107,7 +107,8 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     def _take_frames(self) -> None:
         taken = False
-        while self._end - self._begin >= wire.HEADER_BYTES and not self._open_transport().is_closing():
+        transport = self._open_transport()
+        while self._end - self._begin >= wire.HEADER_BYTES and not transport.is_closing():
             limit = _FIRST_BODY_BYTES_MAX if self._session is None else self._body_bytes_max
             header = wire.decode_header(self._buffer, self._begin, limit)
             body_begin = self._begin + wire.HEADER_BYTES
@@ -207,12 +208,13 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _match_at_once(self, header: wire.Header, request: pb.MatchRequest, tokens: bytes | None) -> bool:
         """Answer a lookup without a thread; false if that could take too long."""
         whole = request.prompt.tokens if tokens is None else tokens
-        if not self._lane.cache.is_quick(request, len(whole)):
+        session = self._session
+        if session is None or not self._lane.cache.is_quick(session, request, len(whole)):
             return False
         start = self._lane.root.begin("Match")
         status = _OK
         try:
-            match = self._lane.cache.match_at_once(request, whole)
+            match = self._lane.cache.match_at_once(session, request, whole)
             frame = wire.encode_frame(wire.Kind.RESPONSE, encode_matched(match), call_id=header.call_id)
         except KvstoreError as error:
             status = status_of(error)[0].name

@@ -424,6 +424,51 @@ def test_errors_of_a_transfer_leave_the_session_usable(served: ServedStore):
         assert BLOCKS == verified_blocks(client, NAMESPACE, PROMPT)
 
 
+class _Holding:
+    """A store whose `stats` waits until it is let go."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.entered = threading.Event()
+        self.go = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def stats(self) -> kvstore.StoreStats:
+        self.entered.set()
+        self.go.wait()
+        stats: kvstore.StoreStats = self._inner.stats()
+        return stats
+
+
+def test_a_stopping_server_lets_open_calls_end_and_takes_no_new_ones(store: kvstore.KvStore):
+    holding = _Holding(store)
+    served = ServedStore(holding)
+    answers: list[object] = []
+    with kvstore.connect(served.addresses[0]) as patient, kvstore.connect(served.addresses[0]) as other:
+        assert other.status().serving
+        call = threading.Thread(target=lambda: answers.append(patient.stats()))
+        call.start()
+        assert holding.entered.wait(ANSWER_SECONDS)
+        stop = threading.Thread(target=served.stop, args=(60,))
+        stop.start()
+        while not _is_refused(other.status):
+            pass  # the moment at which the server begins to refuse is its own
+        holding.go.set()
+        call.join()
+        stop.join()
+        assert 1 == len(answers)
+
+
+def _is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except UnavailableError:
+        return True
+    return False
+
+
 def test_no_thread_and_no_descriptor_outlives_its_client_or_server(store: kvstore.KvStore, tmp_path: Path):
     store_prompt(store, NAMESPACE, PROMPT)  # the memory of a namespace stays
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
