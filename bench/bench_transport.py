@@ -5,7 +5,7 @@
 Lookups of 8k tokens whose blocks are all stored: one at a time, by several clients, and while bytes move. Loads and
 stores of 64 MiB in blocks of 256 KiB, 1 MiB and 4 MiB. Floors (socket_floor.py): an echo of as many bytes as a lookup
 sends and receives, and sendall/recv_into of the same bytes on one connection. Floor and measured calls alternate, so
-that what else the machine does meets both; figures are medians. CPU seconds are those of client and sidecar together.
+that what else the machine does meets both; rates are medians. CPU seconds are those of client and sidecar together.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ SMALL = Namespace(model="small", revision="1", layout=SMALL_LAYOUT)
 FORGOTTEN = 24
 # Bytes of a request and an answer on the wire: a lookup of a known prompt, of one that has grown, and of a new one.
 KNOWN_BYTES, GROWN_BYTES, WHOLE_BYTES, ANSWER_BYTES = 99, 169, 4 * TOKENS + 104, 26
+BURST = 50
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -62,16 +63,17 @@ class Rows:
 
 
 def alternate(seconds: float, *calls: Callable[[], object]) -> list[list[float]]:
-    """The times of each call, all of them called in turn, at least five times."""
+    """The times of each call, a few dozen of one and then as many of the next, as an engine asks in bursts."""
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
     until = time.perf_counter() + seconds
-    while time.perf_counter() < until or len(times[0]) < 5:
+    while time.perf_counter() < until:
         for call, taken in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
+            for _ in range(BURST):
+                start = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - start)
     return times
 
 
