@@ -160,18 +160,25 @@ class Exchange:
         if not self._send_lock.acquire(timeout=max(0.0, ends_at - time.monotonic())):
             raise self._late()
         try:
-            unsent = memoryview(frame(call_id))
+            self._send_all(memoryview(frame(call_id)), ends_at)
+        finally:
+            self._send_lock.release()
+
+    def _send_all(self, unsent: memoryview, ends_at: float) -> None:
+        """Send a frame; if that breaks off nothing can follow it, and the connection ends."""
+        try:
             while unsent := unsent[self._socket.send(unsent) :]:
                 if time.monotonic() >= ends_at:
                     raise BlockingIOError
         except BlockingIOError as err:
-            self.end()  # a part of the frame may be under way: nothing can follow it
+            self.end()
             raise self._late() from err
         except OSError as err:
             self.end()
             raise UnavailableError(f"{self._peer} has ended the session ({err.strerror})") from err
-        finally:
-            self._send_lock.release()
+        except KeyboardInterrupt:
+            self.end()
+            raise
 
     def _await(self, waiter: _Waiter, ends_at: float) -> None:
         while True:
@@ -198,6 +205,9 @@ class Exchange:
         except OSError as err:
             self.end()
             raise UnavailableError(f"{self._peer} has ended the session ({err.strerror or err})") from err
+        except KeyboardInterrupt:
+            self.end()  # how much was read is not known
+            raise
         finally:
             with self._lock:
                 self._reading = False
