@@ -111,7 +111,7 @@ class OpenNamespaces:
     def ns_id(self, link: Link, namespace: Namespace) -> bytes:
         """The id of a namespace, which is opened over `link` if it is not yet."""
         last, last_id = self._last
-        if namespace is last:  # nearly always, and cheaper than to hash all its fields
+        if last is not None and namespace is last:  # nearly always, and cheaper than to hash all its fields
             return last_id
         require_namespace(namespace)
         ns_id = self._ids.get(namespace)
