@@ -84,6 +84,8 @@ def root_to_proto(root: Root) -> block_pb2.Root:
 
 def root_from_proto(message: block_pb2.Root) -> Root:
     """The checked root; all fields absent is the plain root."""
+    if not message.ByteSize():
+        return PLAIN_ROOT
     given = {name: getattr(message, name) for name in _ROOT_FIELDS if message.HasField(name)}
     return Root(**given) if given else PLAIN_ROOT
 
