@@ -18,7 +18,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full bench check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full bench gpu check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -27,6 +27,7 @@ help:
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
+	@echo 'make gpu           on a machine with a CUDA GPU: its tests, and what copies cost'
 	@echo 'make protos        regenerate the code of protos/'
 	@echo 'make clean         remove what was built, but not .venv'
 
@@ -53,8 +54,15 @@ check: lint types layers lint-protos check-protos
 
 bench: dev
 	$(BIN)/python bench/bench_store.py --json bench/results/store.json
+	$(BIN)/python bench/bench_transport.py --json bench/results/transport.json
 	$(BIN)/python bench/bench_radix.py --json bench/results/radix-16-100k.json
 	$(BIN)/python bench/bench_radix.py --blocks 1000000 --json bench/results/radix-16-1m.json
+
+# GPU_PYTHON names another Python that has kvstore, torch with CUDA, CuPy and pytest.
+GPU_PYTHON ?= $(BIN)/python
+gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu -m gpu
+	$(GPU_PYTHON) bench/bench_device.py --json bench/results/device-gpu.json
 
 lint: dev
 	$(BIN)/ruff check

@@ -142,7 +142,7 @@ def measure_disk(bench: Bench, path: Path) -> None:
 def sidecar(folder: str) -> Iterator[str]:
     """A `kvstore serve` process of its own; gives its address."""
     command = [sys.executable, "-P", "-m", "kvstore.cli", "serve", "--host-bytes", "512MiB", "--listen"]
-    with subprocess.Popen([*command, f"unix://{folder}/socket"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, f"grpc+unix://{folder}/socket"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield json.loads(process.stdout.readline())["listen"][0]

@@ -101,7 +101,9 @@ def main() -> None:
             rows += measure(path, percent, arguments.seeds)
     if arguments.json:
         command = f"python bench/bench_what_if.py --traces DIR --seeds {arguments.seeds}"
-        arguments.json.write_text(json.dumps({"command": command, "machine": describe(), "rows": rows}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"command": command, "machine": describe(), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ import torch
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
+from kvstore.errors import InvalidBufferError
+from kvstore.tiers.device import PagedKv
+from kvstore.tiers.device_cpu import gather_blocks
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -70,10 +74,18 @@ def blocks_from_cache(tensors: LayerTensors, layout: KvLayout, row: int, first: 
     ):
         return None
     blocks = new_blocks(layout, last - first)
-    for layer, pair in enumerate(tensors):
-        for plane, tensor in enumerate(pair):
-            tokens = tensor[row, :, first * layout.block_tokens : last * layout.block_tokens]
-            blocks[:, layer, plane] = torch.unflatten(tokens, 1, (last - first, layout.block_tokens)).transpose(0, 1)
+    tokens = slice(first * layout.block_tokens, last * layout.block_tokens)
+    by_block = (last - first, layout.block_tokens)
+    pieces = [
+        [torch.unflatten(tensor[row, :, tokens], 1, by_block).transpose(0, 1) for tensor in pair] for pair in tensors
+    ]
+    try:
+        # One call of our own threads: torch's meet after each of 2 copies a layer, which is slow where cores are busy.
+        gather_blocks(PagedKv.of_pieces(pieces), range(len(blocks)), blocks, threads=torch.get_num_threads())
+    except InvalidBufferError:  # on another device, or in an order of its own: torch copies anything
+        for layer, pair in enumerate(pieces):
+            for plane, piece in enumerate(pair):
+                blocks[:, layer, plane] = piece
     return blocks
 
 

@@ -145,7 +145,7 @@ class TiersConfig:
 class LimitsConfig:
     """What the service refuses to exceed; full means refused at once. The transport's ServiceLimits has the same."""
 
-    message_bytes: int = _limit(20 * 2**20, "One gRPC message: 16MiB hold a prompt of 4 Mi tokens.", Kind.SIZE)
+    message_bytes: int = _limit(20 * 2**20, "One message: 16MiB hold a prompt of 4 Mi tokens.", Kind.SIZE)
     frame_bytes: int = _limit(2 * 2**20, "One frame of raw bytes in a load or a store.", Kind.SIZE)
     bulk_buffer_bytes: int = _limit(4 * 2**20, "What one load or store holds in memory at a time.", Kind.SIZE)
     row_bytes: int = _limit(256 * 2**20, "One block, or one part of it, in a load or a store.", Kind.SIZE)
@@ -153,7 +153,14 @@ class LimitsConfig:
     leases_per_session: int = _limit(1024, "Leases that one client holds.")
     stages_per_session: int = _limit(64, "Stores that one client has begun and not ended.")
     namespaces_per_session: int = _limit(256, "Namespaces that one client has opened.")
-    bulk_calls: int = _limit(16, "Loads and stores of bytes at a time.")
+    connections: int = _limit(4096, "Connections to addresses that carry both lanes.")
+    calls_per_connection: int = _limit(256, "Calls that one connection of the fast lane has under way.")
+    bulk_connections_per_session: int = _limit(16, "Connections for bytes that one client of the fast lane has.")
+    prompt_bytes_per_session: int = _limit(
+        4 * 2**20, "Prompts remembered for one client of the fast lane, which then sends only what is new.", Kind.SIZE
+    )
+    prompt_bytes: int = _limit(256 * 2**20, "Prompts remembered for all clients of the fast lane together.", Kind.SIZE)
+    bulk_calls: int = _limit(16, "Loads and stores of bytes at a time, on each lane.")
     bulk_seconds_max: float = _time_limit(600.0, "How long one load or store of bytes may take.")
     short_calls: int = _limit(1024, "Lookups and other short calls at a time.")
     long_calls: int = _limit(16, "Flushes, evictions, clears and checks at a time.")

@@ -136,15 +136,13 @@ STORE_METRICS = (
     ),
     StoreMetric(
         "kvstore_what_if_hit_ratio",
-        "Estimated share of the tokens looked up that would be found with that capacity, in this tier or one before it.",
+        "Estimated share of the tokens looked up that it would find with that capacity, together with those before it.",
         lambda stats: (((row.tier, f"{row.scale:g}"), row.hit_rate) for row in stats.what_if),
         ("tier", "scale"),
     ),
 )
 CALL_SECONDS = "kvstore_call_seconds"
 CALL_SECONDS_SENTENCE = "Duration of calls, by method and status."
-FAILURES = "kvstore_failures_total"
-FAILURES_SENTENCE = "Calls that failed by a fault of kvstore's own; the log has the trace."
 BUILD_INFO = "kvstore_build_info"
 BUILD_INFO_SENTENCE = "Always 1; the version is a label."
 
@@ -193,6 +191,57 @@ class ProcessState(Protocol):
         """Calls, and ends of leases and stages, that failed with an error that is none of kvstore's own."""
         ...
 
+    @property
+    def connections(self) -> dict[str, int]:
+        """Connections to addresses of both lanes that are open now, by lane."""
+        ...
+
+    @property
+    def refused_connections(self) -> dict[str, int]:
+        """Connections to addresses of both lanes that were refused, or ended for what came on them, by reason."""
+        ...
+
+    @property
+    def resent_prompts(self) -> int:
+        """Prompts that a client had to send whole since their beginning was not known here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMetric:
+    """One metric read from the process; fields as in StoreMetric."""
+
+    name: str
+    sentence: str
+    read: Callable[[ProcessState], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+
+PROCESS_METRICS = (
+    ProcessMetric(
+        "kvstore_failures_total",
+        "Calls that failed by a fault of kvstore's own; the log has the trace.",
+        lambda process: _single(process.failures),
+    ),
+    ProcessMetric(
+        "kvstore_connections",
+        "Connections to addresses of both lanes, by lane.",
+        lambda process: _by_label(process.connections),
+        ("lane",),
+    ),
+    ProcessMetric(
+        "kvstore_refused_connections_total",
+        "Connections that were refused, or ended for what came on them, by reason.",
+        lambda process: _by_label(process.refused_connections),
+        ("reason",),
+    ),
+    ProcessMetric(
+        "kvstore_resent_prompts_total",
+        "Prompts sent whole since what was sent before of them was not remembered any more.",
+        lambda process: _single(process.resent_prompts),
+    ),
+)
+
 
 class StoreCollector(Collector):
     """Reads what others count, at each scrape."""
@@ -207,19 +256,25 @@ class StoreCollector(Collector):
         build = GaugeMetricFamily(BUILD_INFO, BUILD_INFO_SENTENCE, labels=("version",))
         build.add_metric((self._version,), 1)
         yield build
-        yield CounterMetricFamily(FAILURES, FAILURES_SENTENCE, value=self._process.failures)
+        for metric in PROCESS_METRICS:
+            yield _family(metric, metric.read(self._process))
         stats = self._read_stats()
-        for metric in STORE_METRICS:
-            kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
-            family = kind(metric.name, metric.sentence, labels=metric.labels)
-            for labels, value in metric.read(stats):
-                family.add_metric(labels, value)
-            yield family
+        for store_metric in STORE_METRICS:
+            yield _family(store_metric, store_metric.read(stats))
+
+
+def _family(metric: StoreMetric | ProcessMetric, samples: Iterable[Sample]) -> Metric:
+    kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+    family = kind(metric.name, metric.sentence, labels=metric.labels)
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
 
 
 def metric_names() -> tuple[str, ...]:
     """Every metric of ours, as scraped."""
-    return (BUILD_INFO, CALL_SECONDS, FAILURES, *(metric.name for metric in STORE_METRICS))
+    declared = (*PROCESS_METRICS, *STORE_METRICS)
+    return (BUILD_INFO, CALL_SECONDS, *(metric.name for metric in declared))
 
 
 def make_registry(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from kvstore.quantities import format_size
 from kvstore.store import Quota, StoreSettings, open_store
 from kvstore.tiers.memory_limit import memory_limit
 from kvstore.transport.limits import ServiceLimits
-from kvstore.transport.server import GrpcServer
+from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
     from kvstore.config import QuotaConfig
@@ -62,7 +63,7 @@ def run(config: Config, *, ready: TextIO) -> None:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_open(config))
         calls = CallMetrics()
-        server = GrpcServer(store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls)
+        server = TransportServer(store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls)
         registry = make_registry(store.stats, server, calls, __version__)
         address = config.server.metrics_address
         page = stack.enter_context(contextlib.closing(MetricsPage(registry, address))) if address else None
@@ -114,13 +115,18 @@ def _quota(quota: QuotaConfig) -> Quota:
     return Quota(**{**values, "tenant": quota.tenant or None, "model": quota.model or None})
 
 
-async def _serve(config: Config, store: Store, server: GrpcServer, page: MetricsPage | None, ready: TextIO) -> None:
+async def _serve(
+    config: Config, store: Store, server: TransportServer, page: MetricsPage | None, ready: TextIO
+) -> None:
     stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, _on_first_signal, loop, stop_asked)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     listen = await server.start()
+    # What is there now stays to the end. Looking through it for garbage would stop every call for 20 ms at times.
+    gc.collect()
+    gc.freeze()
     metrics = None if page is None else page.address
     for name, tier in store.stats().tiers.items():
         logger.info("tier ready: tier=%s capacity=%s blocks=%d", name, format_size(tier.capacity_bytes), tier.blocks)

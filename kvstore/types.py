@@ -233,7 +233,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What a tier with `scale` times the capacity that it has would have found: `hit_rate`, 0..1, of the tokens looked up.
+    """What a tier with `scale` times its capacity would have found: `hit_rate`, 0..1, of the tokens looked up.
 
     Hits in the tiers before it count too. An estimate from miniatures of the tier, made since it was full.
     """
@@ -249,8 +249,8 @@ class StoreStats:
     """A snapshot of what a store holds and has done since its start. Hits are counted in tokens.
 
     `hit_tokens` and `loaded_tokens` are by tier name, `rejected_blocks` and `evicted_blocks` by reason, `disk_faults`
-    by kind: what the disk did wrong, each a miss or a refused store. `what_if` is empty until a tier is full, and with an
-    eviction policy that does not rehearse.
+    by kind: what the disk did wrong, each a miss or a refused store. `what_if` is empty until a tier is full,
+    and with an eviction policy that does not rehearse.
     """
 
     tiers: dict[str, TierStats]

@@ -26,7 +26,10 @@ DRAWERS = {"utils", "util", "helpers", "helper", "misc", "manager", "managers"}
 # Roots of threads, tasks and calls, where anything may arrive: caught, counted and logged. Number of places by file.
 BROAD_EXCEPTS = {
     "connectors/common.py": 2,
+    "tiers/device_copies.py": 2,
     "transport/session.py": 1,
+    "transport/wire_bulk.py": 1,
+    "transport/wire_control.py": 1,
 }
 
 
@@ -200,9 +203,9 @@ def documented_default(item: config.Setting) -> str:
 
 
 def test_every_metric_is_documented_as_it_is_declared():
-    rows = [f"| `{metric.name}` | {', '.join(metric.labels)} | {metric.sentence} |" for metric in metrics.STORE_METRICS]
+    declared = (*metrics.PROCESS_METRICS, *metrics.STORE_METRICS)
+    rows = [f"| `{metric.name}` | {', '.join(metric.labels)} | {metric.sentence} |" for metric in declared]
     rows.append(f"| `{metrics.CALL_SECONDS}` | method, status | {metrics.CALL_SECONDS_SENTENCE} |")
-    rows.append(f"| `{metrics.FAILURES}` |  | {metrics.FAILURES_SENTENCE} |")
     rows.append(f"| `{metrics.BUILD_INFO}` | version | {metrics.BUILD_INFO_SENTENCE} |")
     assert [] == [row for row in rows if row not in read("kvstore/README.md")]
 

@@ -220,6 +220,21 @@ class HostPool:
         run = next(self._table.runs(as_slots((slot,))))
         return tuple(region[run.index] for region in run.holder.regions)
 
+    def pieces(self, slots: Slots, *, part: int | None = None) -> list[Bytes1D]:
+        """The bytes of slots in place, in the order that read() would copy them, each piece as long as it is in memory.
+
+        Writable, and to be used only while the slots are held.
+        """
+        parts = range(len(self._part_sizes)) if part is None else (part,)
+        pieces: list[Bytes1D] = []
+        for run in self._table.runs(as_slots(slots)):
+            regions = [run.holder.regions[number][run.index : run.index + run.count] for number in parts]
+            if len(regions) == 1:
+                pieces.append(regions[0].reshape(-1))
+            else:
+                pieces.extend(region[row] for row in range(run.count) for region in regions)
+        return pieces
+
     def write(self, slots: Slots, rows: Bytes2D, *, part: int | None = None) -> None:
         """Copy rows into slots: [n, part_bytes] of one part, or [n, block_bytes] with all parts one after the other."""
         for inside, outside in self._copies(slots, rows, part):

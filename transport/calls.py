@@ -1,4 +1,6 @@
-"""Where every call of the service begins and ends: bytes become messages, errors become statuses, calls are observed.
+"""Where every gRPC call begins and ends: bytes become messages, errors become statuses, calls are observed.
+
+The fast lane counts its calls here too.
 
 What lies behind it, service.py and admin.py, knows messages and kvstore's errors, and nothing of gRPC.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,8 +53,7 @@ class CallRoot:
         self.failures = 0
         self._observer = observer
         self._answering = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None  # made by who waits
 
     def handler(self, service: ServiceDescriptor, implementation: object) -> Any:  # noqa: ANN401  # grpc has no types
         """A generic handler: each method of `service` is answered by the method of `implementation` named alike."""
@@ -60,7 +62,9 @@ class CallRoot:
 
     async def wait_idle(self) -> None:
         """Return when no call is running, but for those that last as long as their client wants."""
-        await self._idle.wait()
+        if self._answering:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
 
     def _method_handler(self, method: MethodDescriptor, implementation: object) -> Any:  # noqa: ANN401
         answer = getattr(implementation, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
@@ -74,10 +78,8 @@ class CallRoot:
         return _HANDLERS[method.client_streaming, method.server_streaming](behave)
 
     async def _run(self, method: str, context: Any, call: Awaitable[bytes | None]) -> bytes | None:  # noqa: ANN401
-        clock = asyncio.get_running_loop().time
-        start = clock()
         status = grpc.StatusCode.OK
-        self._begin(method)
+        start = self.begin(method)
         try:
             return await call
         except asyncio.CancelledError:
@@ -87,27 +89,33 @@ class CallRoot:
             status, details, metadata = status_of(error)
             await context.abort(status, details, metadata)
             raise
-        except Exception:
-            self.failures += 1
+        except Exception as error:
+            self.count_failure(method, error)
             status = grpc.StatusCode.INTERNAL
-            logger.exception("call failed: method=%s", method)
             await context.abort(status, INTERNAL_DETAILS)
             raise
         finally:
-            self._end(method)
-            if self._observer is not None:
-                self._observer.observe(method, clock() - start, status.name)
+            self.end(method, start, status.name)
 
-    def _begin(self, method: str) -> None:
+    def begin(self, method: str) -> float:
+        """A call begins; returns when, for `end`."""
         if method not in LASTING_METHODS:
             self._answering += 1
-            self._idle.clear()
+        return time.monotonic()
 
-    def _end(self, method: str) -> None:
+    def end(self, method: str, start: float, status: str) -> None:
+        """A call that has begun is over; `status` is the name of a gRPC code."""
         if method not in LASTING_METHODS:
             self._answering -= 1
-            if not self._answering:
+            if not self._answering and self._idle is not None:
                 self._idle.set()
+        if self._observer is not None:
+            self._observer.observe(method, time.monotonic() - start, status)
+
+    def count_failure(self, method: str, error: Exception) -> None:
+        """Log and count an exception that is none of kvstore's own."""
+        self.failures += 1
+        logger.error("call failed: method=%s", method, exc_info=error)
 
 
 async def _respond_once(

@@ -1,9 +1,12 @@
-"""Client: a kvstore.api.KvStore served by a sidecar, over gRPC."""
+"""Client: a kvstore.api.KvStore served by a sidecar, over the fast lane where it is there, else over gRPC."""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -13,8 +16,11 @@ from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, Unava
 from kvstore.tokens import as_token_array
 from kvstore.transport import convert
 from kvstore.transport.address import parse_address
-from kvstore.transport.connection import CACHE, Connection, Deadlines
+from kvstore.transport.connection import Connection
+from kvstore.transport.link import CACHE, Deadlines, Lookup
 from kvstore.transport.remote import RemoteLease, RemoteStage
+from kvstore.transport.wire_dial import NoFastLaneError
+from kvstore.transport.wire_link import WireLink
 from kvstore.types import PLAIN_ROOT, PrefixMatch, Verification, require_seconds
 from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
@@ -26,9 +32,11 @@ if TYPE_CHECKING:
     from kvstore.events import EventPage
     from kvstore.tokens import Tokens
     from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.link import Link
     from kvstore.types import Namespace, Pin, Root, StoreStats
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 ADMIN = "kvstore.v1.AdminService"
 _HEALTH = "grpc.health.v1.Health"
 _EVENTS_MAX = 10_000
@@ -43,22 +51,28 @@ class ServerStatus:
 
     serving: bool
     version: str
+    lane: str
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 class Client:
     """A store behind a server; see kvstore.api.KvStore for the methods. Thread-safe.
 
-    Connects at the first call, and again after the server was restarted: lookups and stores then go on, while leases
-    and stages of the old session raise UnavailableError. No call outlasts its deadline by more than the time of
-    connecting again. `_lock` guards the connection; it is held while connecting, and nothing else is.
+    Connects at the first call, and again after the server was restarted or, on the fast lane, in the child of a fork:
+    lookups and stores then go on, while leases and stages of the old session raise UnavailableError. No call outlasts
+    its deadline by more than the time of connecting again. `_lock` guards the connection; it is held while connecting,
+    and nothing else is.
     """
 
     def __init__(self, address: UnixAddress | TcpAddress, deadlines: Deadlines) -> None:
         self._address = address
         self._deadlines = deadlines
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._connection: Link | None = None
         self._closed = False
+        _clients.add(self)
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace on this server."""
@@ -75,20 +89,9 @@ class Client:
     ) -> PrefixMatch:
         """The longest stored prefix of `tokens`."""
         prompt = as_token_array(tokens)
-        request_name = _unicode(request_id or "", "request_id")
-
-        def attempt(connection: Connection) -> pb.MatchResponse:
-            request = pb.MatchRequest(
-                session_id=connection.session.session_id,
-                prompt=convert.prompt_to_proto(connection.ns_id(namespace), root, prompt),
-                peek=not touch,
-                request_id=request_name,
-            )
-            return connection.call(CACHE, "Match", request, pb.MatchResponse)
-
-        found = self._call(attempt)
-        runs = convert.runs_from_proto(found.runs)
-        return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, found.blocks, runs)
+        lookup = Lookup(namespace, root, prompt, not touch, _unicode(request_id or "", "request_id"))
+        found = self._call(lambda link: link.match(lookup))
+        return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, found.blocks, found.runs)
 
     def lease(self, match: PrefixMatch) -> RemoteLease:
         """Protect a match."""
@@ -101,7 +104,7 @@ class Client:
         prompt = as_token_array(tokens)
         _check_range(from_block, _UINT32_MAX, "from_block")
 
-        def attempt(connection: Connection) -> RemoteStage:
+        def attempt(connection: Link) -> RemoteStage:
             packed = convert.prompt_to_proto(connection.ns_id(namespace), root, prompt)
             return RemoteStage(connection, namespace.layout, packed, from_block)
 
@@ -135,7 +138,7 @@ class Client:
         if seconds is not None:
             convert.set_duration(request.next, require_seconds(seconds, "seconds"), "seconds")
 
-        def attempt(connection: Connection) -> int:
+        def attempt(connection: Link) -> int:
             request.session_id = connection.session.session_id
             request.prompt.CopyFrom(convert.prompt_to_proto(connection.ns_id(namespace), root, prompt))
             return connection.call(CACHE, "Hint", request, pb.HintResponse).blocks
@@ -151,7 +154,7 @@ class Client:
         prompt = as_token_array(tokens)
         _check_range(from_block, _UINT32_MAX, "from_block")
 
-        def attempt(connection: Connection) -> int:
+        def attempt(connection: Link) -> int:
             request = admin_pb.EvictRequest(
                 session_id=connection.session.session_id,
                 prompt=convert.prompt_to_proto(connection.ns_id(namespace), root, prompt),
@@ -164,7 +167,7 @@ class Client:
     def clear(self, namespace: Namespace) -> int:
         """Drop all blocks of a namespace."""
 
-        def attempt(connection: Connection) -> int:
+        def attempt(connection: Link) -> int:
             request = admin_pb.ClearRequest(session_id=connection.session.session_id, ns_id=connection.ns_id(namespace))
             return connection.long_call(ADMIN, "Clear", request, admin_pb.ClearResponse).blocks
 
@@ -202,18 +205,18 @@ class Client:
     def status(self) -> ServerStatus:
         """Whether the server takes calls, and its version."""
 
-        def attempt(connection: Connection) -> ServerStatus:
+        def attempt(connection: Link) -> ServerStatus:
             request = health_pb2.HealthCheckRequest()
             health = connection.call(_HEALTH, "Check", request, health_pb2.HealthCheckResponse)
             serving = health.status == health_pb2.HealthCheckResponse.SERVING
-            return ServerStatus(serving, connection.session.server_version)
+            return ServerStatus(serving, connection.session.server_version, connection.lane)
 
         return self._call(attempt)
 
     def close(self) -> None:
         """End the session, with all leases and stages; idempotent. The server's store stays as it is."""
         with self._lock:
-            self._closed = True
+            self._closed = True  # before the connection goes, so that nobody who finds none makes another
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -226,17 +229,21 @@ class Client:
     ) -> None:
         self.close()
 
-    def _call(self, attempt: Callable[[Connection], T]) -> T:
-        """Run `attempt`; once more on a fresh connection if the one it had turns out to be dead."""
+    def _call(self, attempt: Callable[[Link], T]) -> T:
+        """Run `attempt`; once more on a fresh connection if the one it had turns out soon to be dead."""
+        soon = time.monotonic() + self._deadlines.control_seconds / 2
         connection = self._connect()
         try:
             return attempt(connection)
         except UnavailableError:
-            if not connection.ended:
+            if not connection.ended or time.monotonic() > soon:
                 raise
         return attempt(self._connect())
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> Link:
+        link = self._connection
+        if link is not None and not link.ended:
+            return link
         if not self._lock.acquire(timeout=self._deadlines.control_seconds):
             raise UnavailableError(f"no answer from {self._address} within {self._deadlines.control_seconds} s")
         try:
@@ -246,10 +253,22 @@ class Client:
                 if self._connection is not None:
                     self._connection.close()
                     self._connection = None
-                self._connection = Connection(self._address, self._deadlines)
+                self._connection = self._open()
             return self._connection
         finally:
             self._lock.release()
+
+    def _open(self) -> Link:
+        if not self._address.grpc_only:
+            try:
+                return WireLink(self._address, self._deadlines)
+            except NoFastLaneError as err:
+                logger.info("no fast lane, using gRPC: cause=%s", err)
+        return Connection(self._address, self._deadlines)
+
+    def _forget_parent(self) -> None:
+        """In the child of a fork: what another thread of the parent held is held for ever."""
+        self._lock = threading.Lock()
 
     def _read_events(self, after: int, limit: int, wait_seconds: float) -> EventPage:
         request = pb.ReadEventsRequest(after=after, limit=min(limit, _EVENTS_MAX))
@@ -285,3 +304,11 @@ def _unicode(text: str, name: str) -> str:
     except UnicodeEncodeError as err:
         raise InvalidArgumentError(f"{name} is not Unicode text") from err
     return text
+
+
+def _forget_parents() -> None:
+    for client in list(_clients):
+        client._forget_parent()  # noqa: SLF001  # of this module
+
+
+os.register_at_fork(after_in_child=_forget_parents)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,11 +14,10 @@ import numpy as np
 
 from kvstore import __version__
 from kvstore.errors import KvstoreError, UnavailableError
-from kvstore.hashing import secret_proof
 from kvstore.transport import convert, frames
+from kvstore.transport.link import CACHE, Matched, OpenNamespaces
 from kvstore.transport.rows import whole_rows_bytes
 from kvstore.transport.status import ERROR_KEY, UnknownSessionError, error_of
-from kvstore.types import require_namespace
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -29,10 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.link import Deadlines, Lookup
     from kvstore.types import Namespace
 
 R = TypeVar("R", bound="Message")
-CACHE = "kvstore.v1.CacheService"
 _RECEIVE_BYTES_MAX = 128 * 2**20
 _OPTIONS = (
     ("grpc.max_receive_message_length", _RECEIVE_BYTES_MAX),
@@ -45,19 +43,14 @@ _OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Longest time of one call: for lookups and the like, and for moving bytes."""
-
-    control_seconds: float
-    bulk_seconds: float
-
-
 class Connection:
-    """A channel and its session. Thread-safe. Once ended it stays so: make another one.
+    """A kvstore.transport.link.Link over gRPC: a channel and its session. Thread-safe.
 
+    Once ended it stays so: make another one.
     The constructor opens the session and raises UnavailableError if that takes longer than a control call may.
     """
+
+    lane = "grpc"
 
     def __init__(self, address: UnixAddress | TcpAddress, deadlines: Deadlines) -> None:
         self.deadlines = deadlines
@@ -66,8 +59,8 @@ class Connection:
         self._ended = threading.Event()
         self._greeting: Future[pb.SessionResponse] = Future()
         self._ids = count(1)
-        self._namespaces: dict[Namespace, bytes] = {}  # only ever added to, as the next
-        self._callables: dict[str, Any] = {}  # by path; making one takes 20 us
+        self._namespaces = OpenNamespaces()
+        self._callables: dict[str, Any] = {}  # by path, only ever added to; making one takes 20 us
         self._stream = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)(
             self._session_requests()
         )
@@ -96,6 +89,17 @@ class Connection:
     def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
         """One call within the deadline of control calls."""
         return self._call(service, method, request, response_type, self.deadlines.control_seconds)
+
+    def match(self, lookup: Lookup) -> Matched:
+        """A lookup, within the deadline of control calls."""
+        request = pb.MatchRequest(
+            session_id=self.session.session_id,
+            prompt=convert.prompt_to_proto(self.ns_id(lookup.namespace), lookup.root, lookup.prompt),
+            peek=lookup.peek,
+            request_id=lookup.request_id,
+        )
+        found = self.call(CACHE, "Match", request, pb.MatchResponse)
+        return Matched(found.blocks, convert.runs_from_proto(found.runs))
 
     def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
         """One call within the deadline of bulk calls."""
@@ -139,18 +143,7 @@ class Connection:
 
     def ns_id(self, namespace: Namespace) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""
-        require_namespace(namespace)
-        ns_id = self._namespaces.get(namespace)
-        if ns_id is None:
-            proof = b""
-            if namespace.secret is not None:
-                proof = secret_proof(namespace.secret, self.session.challenge, namespace)
-            request = pb.OpenNamespaceRequest(
-                session_id=self.session.session_id, namespace=convert.namespace_to_proto(namespace), proof=proof
-            )
-            ns_id = self.call(CACHE, "OpenNamespace", request, pb.OpenNamespaceResponse).ns_id
-            self._namespaces[namespace] = ns_id
-        return ns_id
+        return self._namespaces.ns_id(self, namespace)
 
     def _session_requests(self) -> Iterator[pb.SessionRequest]:
         yield pb.SessionRequest(client_version=__version__)

@@ -86,6 +86,8 @@ def root_to_proto(root: Root) -> block_pb2.Root:
 
 def root_from_proto(message: block_pb2.Root) -> Root:
     """The checked root; all fields absent is the plain root."""
+    if not message.ByteSize():
+        return PLAIN_ROOT
     given = {name: getattr(message, name) for name in _ROOT_FIELDS if message.HasField(name)}
     return Root(**given) if given else PLAIN_ROOT
 
@@ -174,9 +176,7 @@ def stats_to_proto(stats: StoreStats) -> block_pb2.StoreStats:
             block_pb2.TierStats(capacity_bytes=tier.capacity_bytes, used_bytes=tier.used_bytes, blocks=tier.blocks)
         )
     for row in stats.what_if:
-        message.what_if.add(
-            tier=row.tier, scale=row.scale, capacity_bytes=row.capacity_bytes, hit_rate=row.hit_rate
-        )
+        message.what_if.add(tier=row.tier, scale=row.scale, capacity_bytes=row.capacity_bytes, hit_rate=row.hit_rate)
     return message
 
 

@@ -38,7 +38,16 @@ class ServiceLimits:
     leases_per_session: int = 1024
     stages_per_session: int = 64
     namespaces_per_session: int = 256
-    # Loads and writes at a time.
+    # Connections of the addresses that carry both lanes, those that have not said yet what they are included.
+    connections: int = 4096
+    # Calls that one connection of the fast lane has under way.
+    calls_per_connection: int = 256
+    # Connections for bytes that one session of the fast lane has.
+    bulk_connections_per_session: int = 16
+    # Prompts remembered for clients of the fast lane that send only what is new, of one session and of all together.
+    prompt_bytes_per_session: int = 4 * MIB
+    prompt_bytes: int = 256 * MIB
+    # Loads and writes at a time, on each lane.
     bulk_calls: int = 16
     # Longest time of one load or write, however slow its client.
     bulk_seconds_max: float = 600.0

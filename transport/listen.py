@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,14 +16,60 @@ from kvstore.errors import ConfigError
 from kvstore.transport.address import SOCKET_PATH_BYTES_MAX, TcpAddress, UnixAddress
 
 _PROBE_SECONDS = 1.0
+_BACKLOG = 1024
+_UNIX_TARGET = "unix:"
 
 
 class PortServer(Protocol):
-    """What is needed of a gRPC server."""
+    """What is needed of a gRPC server, or of anything else that listens."""
 
     def add_insecure_port(self, address: str) -> int:
-        """Bind; returns the port, or raises RuntimeError."""
+        """Bind host:port or unix:PATH; returns the port, or raises RuntimeError."""
         ...
+
+
+class SocketServer:
+    """Plain listening sockets, bound as gRPC binds its own; `sockets` belong to whoever accepts on them."""
+
+    def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []
+
+    def add_insecure_port(self, address: str) -> int:
+        """Bind and listen; a name that stands for several addresses is bound on all that this machine has."""
+        if address.startswith(_UNIX_TARGET):
+            self._listen(socket.AF_UNIX, address.removeprefix(_UNIX_TARGET))
+            return 1
+        host, _, port_text = address.rpartition(":")
+        port = int(port_text)
+        resolved = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, endpoint in resolved:
+            try:
+                port = self._listen(family, (endpoint[0], port))
+            except OSError as err:
+                if err.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) or endpoint == resolved[-1][-1]:
+                    raise RuntimeError(str(err)) from err
+        return port
+
+    def close(self) -> None:
+        """Close all sockets; idempotent."""
+        for listener in self.sockets:
+            listener.close()
+        self.sockets.clear()
+
+    def _listen(self, family: int, endpoint: str | tuple[str | int, int]) -> int:
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            if family != socket.AF_UNIX:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(endpoint)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        self.sockets.append(listener)
+        return 1 if family == socket.AF_UNIX else int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +98,10 @@ def _bind_tcp(server: PortServer, address: TcpAddress) -> BoundAddress:
             f"refusing to listen on {address}: TLS is not there yet; use a Unix socket or a loopback address"
         )
     try:
-        port = server.add_insecure_port(str(address))
+        port = server.add_insecure_port(address.host_and_port)
     except RuntimeError as err:
         raise ConfigError(f"cannot listen on {address}: the port is taken; stop who has it or choose another") from err
-    return BoundAddress(TcpAddress(address.host, port))
+    return BoundAddress(replace(address, port=port))
 
 
 def _bind_unix(server: PortServer, address: UnixAddress) -> BoundAddress:

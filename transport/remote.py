@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from kvstore.buffers import readable_rows, writable_rows
 from kvstore.errors import ClosedError, InvalidArgumentError, UnavailableError
 from kvstore.transport import convert
-from kvstore.transport.connection import CACHE
+from kvstore.transport.link import CACHE
 from kvstore.types import LoadResult
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.api import BlockBuffer
-    from kvstore.transport.connection import Connection
+    from kvstore.transport.link import Link
     from kvstore.types import CommitResult, KvLayout, PrefixMatch
     from kvstore.v1 import block_pb2
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class RemoteLease:
     """A kvstore.api.Lease of a session. Raises UnavailableError once that session has ended."""
 
-    def __init__(self, connection: Connection, match: PrefixMatch) -> None:
+    def __init__(self, connection: Link, match: PrefixMatch) -> None:
         self._connection = connection
         self._layout = match.namespace.layout
         self._lease_id = connection.new_id()
@@ -89,7 +89,7 @@ class RemoteLease:
 class RemoteStage:
     """A kvstore.api.Stage of a session. Raises UnavailableError once that session has ended."""
 
-    def __init__(self, connection: Connection, layout: KvLayout, prompt: block_pb2.Prompt, from_block: int) -> None:
+    def __init__(self, connection: Link, layout: KvLayout, prompt: block_pb2.Prompt, from_block: int) -> None:
         self._connection = connection
         self._layout = layout
         self._requested_from = from_block
@@ -136,7 +136,8 @@ class RemoteStage:
         try:
             return self._connection.write(start, rows[begin - first : end - first].reshape(-1))
         except UnavailableError:
-            self.abort()
+            if self._open.end():
+                self._connection.give_up(CACHE, "Abort", self._abort_request(), pb.AbortResponse)
             raise
 
     def commit(self) -> CommitResult:
@@ -192,7 +193,7 @@ def _row_bytes(layout: KvLayout, part: int | None) -> int:
     return layout.block_bytes if part is None else layout.part_bytes(part)
 
 
-def _end(connection: Connection, method: str, request: Message, response_type: type[Message]) -> None:
+def _end(connection: Link, method: str, request: Message, response_type: type[Message]) -> None:
     """End what the server holds. If it does not answer, the session is ended instead, and everything with it."""
     if connection.ended:
         return

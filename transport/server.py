@@ -1,8 +1,10 @@
-"""The gRPC server of a sidecar: binds addresses, serves a store on them, and stops in order."""
+"""The server of a sidecar: binds addresses, serves a store on them over both lanes, and stops in order."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -12,9 +14,12 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.transport.address import parse_address
 from kvstore.transport.admin import AdminService
 from kvstore.transport.calls import CallRoot
-from kvstore.transport.listen import BoundAddress, bind
+from kvstore.transport.listen import BoundAddress, SocketServer, bind
 from kvstore.transport.service import CacheService
 from kvstore.transport.state import ServiceState
+from kvstore.transport.wire_lane import WireLane
+from kvstore.transport.wire_listen import Listener
+from kvstore.transport.wire_splice import Passages
 from kvstore.v1 import admin_service_pb2, cache_service_pb2
 
 if TYPE_CHECKING:
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import KvStore
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
+    from kvstore.transport.listen import PortServer
 
 _SERVICES = (
     cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"],
@@ -32,8 +38,11 @@ _KEEPALIVE_TIMEOUT_MS = 10_000
 _EXTRA_CALLS = 64
 
 
-class GrpcServer:
+class TransportServer:
     """Serves `store` on the addresses of `listen`. Lives in one event loop; start it once, stop it once.
+
+    An address carries the fast lane and gRPC, unless its scheme asks for gRPC alone. What comes to a shared address and
+    is gRPC's goes on to a private socket of gRPC, which has no name that anybody else could connect to.
 
     Stopping ends all sessions and leaves the store to its owner.
     """
@@ -51,6 +60,12 @@ class GrpcServer:
         self._limits = limits
         self._root = CallRoot(observer)
         self._state = ServiceState(store, secrets, limits)
+        self._cache = CacheService(self._state)
+        self._admin = AdminService(self._state)
+        self._lane = WireLane(self._state, self._root, self._cache, self._admin)
+        self._shared = SocketServer()
+        self._passages: Passages | None = None
+        self._listener: Listener | None = None
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs are older
         self._server: Any = None
         self._bound: list[BoundAddress] = []
@@ -71,14 +86,41 @@ class GrpcServer:
         self._register()
         try:
             for address in self._listen:
-                self._bound.append(bind(self._server, address))
+                self._bound.append(bind(self._server if address.grpc_only else self._shared, address))
+            if self._shared.sockets:
+                self._passages = Passages(_private_listener(self._server))
         except BaseException:
             await self.stop(0)
             raise
         await self._server.start()
         for service in ("", *(service.full_name for service in _SERVICES)):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        if self._passages is not None:
+            self._lane.start()
+            connections = self._limits.connections
+            self._listener = Listener(self._shared.sockets, self._lane, self._passages, connections)
+            self._listener.start()
         return [str(bound.address) for bound in self._bound]
+
+    @property
+    def connections(self) -> dict[str, int]:
+        """Connections to shared addresses that are open now, by lane."""
+        passages, listener = self._passages, self._listener
+        return {
+            "wire": self._lane.connections,
+            "grpc": passages.count if passages is not None else 0,
+            "undecided": listener.undecided if listener is not None else 0,
+        }
+
+    @property
+    def refused_connections(self) -> dict[str, int]:
+        """Connections to shared addresses that were refused, or ended for what came on them, by reason."""
+        return dict(self._lane.refused_connections)
+
+    @property
+    def resent_prompts(self) -> int:
+        """Prompts that a client of the fast lane had to send whole since their beginning was not known here."""
+        return self._lane.resent_prompts
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let open ones run for `grace_seconds`, end all sessions. Idempotent."""
@@ -86,24 +128,40 @@ class GrpcServer:
             return
         server, self._server = self._server, None
         await self._health.enter_graceful_shutdown()
+        self._lane.stopping = True
+        if self._listener is not None:
+            self._listener.stop()
         for bound in self._bound:
             bound.remove()
         self._bound.clear()
+        self._shared.close()
         stopped = asyncio.ensure_future(server.stop(grace_seconds))
         idle = asyncio.ensure_future(self._root.wait_idle())
         await asyncio.wait((stopped, idle), return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         self._state.stopping.set()
+        await self._lane.stop()
         await stopped
+        if self._passages is not None:
+            await asyncio.to_thread(self._passages.stop)
         await self._state.close()
 
     def _register(self) -> None:
-        implementations = (CacheService(self._state), AdminService(self._state))
-        for service, implementation in zip(_SERVICES, implementations, strict=True):
+        for service, implementation in zip(_SERVICES, (self._cache, self._admin), strict=True):
             self._server.add_generic_rpc_handlers((self._root.handler(service, implementation),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*(service.full_name for service in _SERVICES), "grpc.health.v1.Health", reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
+
+
+def _private_listener(server: PortServer) -> int:
+    """Let gRPC listen on a socket whose name is gone at once; returns a descriptor of it, by which one can connect."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-") as directory:
+        path = f"{directory}/grpc"
+        server.add_insecure_port(f"unix:{path}")
+        inner = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        os.unlink(path)
+    return inner
 
 
 def _options(limits: ServiceLimits) -> list[tuple[str, Any]]:

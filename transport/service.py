@@ -23,6 +23,7 @@ from kvstore.errors import (
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
 from kvstore.transport.frames import encode_frame
+from kvstore.transport.jobs import LoadJob, WriteJob, load_job, write_job
 from kvstore.transport.rows import RowAssembler
 from kvstore.types import PrefixMatch
 from kvstore.v1 import cache_service_pb2 as pb
@@ -30,7 +31,6 @@ from kvstore.v1 import cache_service_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 
-    from kvstore.api import Lease, Stage
     from kvstore.transport.session import Session
     from kvstore.transport.state import ServiceState
     from kvstore.types import KvLayout, Namespace
@@ -38,27 +38,11 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES_MAX = 2**40
 EVENTS_MAX = 10_000
+# A lookup of 64 Ki tokens takes about 100 us; handing it to a thread and back takes as much.
+QUICK_BYTES_MAX = 256 * 1024
 EVENTS_DEFAULT = 1000
 EVENT_WAIT_SECONDS_MAX = 10.0
 _WATCH_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadJob:
-    lease: Lease
-    part: int | None
-    row_bytes: int
-    from_block: int
-    end_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class _WriteJob:
-    stage: Stage
-    part: int | None
-    row_bytes: int
-    from_block: int
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +66,15 @@ class CacheService:
             return
         session = self._state.sessions.open()
         try:
-            yield self._greeting(session)
+            yield self.greeting(session)
             await _first_of(_drain(requests), self._state.stopping.wait())
             if self._state.stopping.is_set():
                 raise UnavailableError("the server is stopping")
         finally:
             self._state.end_session(session)
 
-    def _greeting(self, session: Session) -> pb.SessionResponse:
+    def greeting(self, session: Session) -> pb.SessionResponse:
+        """What a client is told of its new session."""
         limits = self._limits
         return pb.SessionResponse(
             session_id=session.session_id,
@@ -131,16 +116,10 @@ class CacheService:
 
     async def match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """Look a prompt up."""
-        namespace = self._namespace(request)
-        match = await self._state.short.run(
-            lambda: self._store.match(
-                namespace,
-                convert.tokens_from_proto(request.prompt.tokens),
-                root=convert.root_from_proto(request.prompt.root),
-                touch=not request.peek,
-                request_id=request.request_id or None,
-            )
-        )
+        session = self._state.sessions.get(request.session_id)
+        namespace = session.namespace(request.prompt.ns_id)
+        match = await self._state.short.run(partial(self._matched, namespace, request, request.prompt.tokens))
+        session.warm_namespaces.add(request.prompt.ns_id)
         return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
 
     async def hint(self, request: pb.HintRequest) -> pb.HintResponse:
@@ -151,6 +130,27 @@ class CacheService:
         seconds = convert.hinted_seconds(request)
         hint = partial(self._store.hint_next_use, namespace, tokens, root=root, seconds=seconds)
         return pb.HintResponse(blocks=await self._state.short.run(hint))
+
+    def is_quick(self, session: Session, request: pb.MatchRequest, prompt_bytes: int) -> bool:
+        """Whether a lookup may run in the event loop itself, which saves two changes of thread.
+
+        Not so a long prompt, nor the first of a namespace in its session, for which the store may have to read what the
+        disk holds of it.
+        """
+        return prompt_bytes <= QUICK_BYTES_MAX and request.prompt.ns_id in session.warm_namespaces
+
+    def match_at_once(self, session: Session, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
+        """Look the prompt of `tokens` up in the event loop itself; see `is_quick`."""
+        return self._matched(session.namespace(request.prompt.ns_id), request, tokens)
+
+    def _matched(self, namespace: Namespace, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
+        return self._store.match(
+            namespace,
+            convert.tokens_from_proto(tokens),
+            root=convert.root_from_proto(request.prompt.root),
+            touch=not request.peek,
+            request_id=request.request_id or None,
+        )
 
     async def lease(self, request: pb.LeaseRequest) -> pb.LeaseResponse:
         """Protect a match; a lease whose caller is gone before the answer ends at once."""
@@ -164,7 +164,7 @@ class CacheService:
 
     async def load(self, request: pb.LoadRequest) -> AsyncGenerator[pb.LoadResponse | bytes, None]:
         """Send rows while the next ones are read; stop at the first block that is not there."""
-        job = self._load_job(request)
+        job = load_job(self._state.sessions.get(request.session_id), request, self._limits)
         blocks = 0
         async with self._state.bulk_call(), aclosing(self._chunks(job)) as chunks:
             async for chunk in chunks:
@@ -173,16 +173,7 @@ class CacheService:
                     yield frame
         yield pb.LoadResponse(summary=pb.LoadSummary(blocks=blocks, requested_blocks=request.blocks))
 
-    def _load_job(self, request: pb.LoadRequest) -> _LoadJob:
-        held = self._state.sessions.get(request.session_id).leases.get(request.lease_id)
-        end_block = request.from_block + request.blocks
-        if end_block > held.handle.blocks:
-            raise InvalidArgumentError(f"the load ends at block {end_block}, the lease at {held.handle.blocks}")
-        part = request.part if request.HasField("part") else None
-        row_bytes = self._row_bytes(held.layout, part)
-        return _LoadJob(held.handle, part, row_bytes, request.from_block, end_block)
-
-    async def _chunks(self, job: _LoadJob) -> AsyncGenerator[_Chunk, None]:
+    async def _chunks(self, job: LoadJob) -> AsyncGenerator[_Chunk, None]:
         next_block = job.from_block
         ahead = self._read_ahead(job, next_block)
         try:
@@ -196,14 +187,14 @@ class CacheService:
                 ahead.cancel()
                 await asyncio.gather(ahead, return_exceptions=True)
 
-    def _read_ahead(self, job: _LoadJob, first: int) -> asyncio.Task[_Chunk] | None:
+    def _read_ahead(self, job: LoadJob, first: int) -> asyncio.Task[_Chunk] | None:
         count = min(self._rows_at_once(job.row_bytes), job.end_block - first)
         if not count:
             return None
         read = self._state.bulk.call(partial(self._read_rows, job, first, count))
         return asyncio.get_running_loop().create_task(read)
 
-    def _read_rows(self, job: _LoadJob, first: int, count: int) -> _Chunk:
+    def _read_rows(self, job: LoadJob, first: int, count: int) -> _Chunk:
         buffer = self._state.buffers.take(count * job.row_bytes)
         rows = buffer[: count * job.row_bytes].reshape(count, job.row_bytes)
         blocks = job.lease.load_into(rows, from_block=first, part=job.part).blocks
@@ -245,9 +236,7 @@ class CacheService:
             raise InvalidArgumentError("a Write begins with a start message")
         start = opening.start
         session = self._state.sessions.get(start.session_id)
-        held = session.stages.get(start.stage_id)
-        part = start.part if start.HasField("part") else None
-        job = _WriteJob(held.handle, part, self._row_bytes(held.layout, part), start.from_block, start.blocks)
+        job = write_job(session, start, self._limits)
         async with self._state.bulk_call():
             try:
                 return pb.WriteResponse(rows=await self._write_rows(job, requests))
@@ -256,7 +245,7 @@ class CacheService:
                 self._state.end_in_background(partial(session.stages.try_to_end, start.stage_id))
                 raise
 
-    async def _write_rows(self, job: _WriteJob, requests: AsyncIterator[pb.WriteRequest | memoryview]) -> int:
+    async def _write_rows(self, job: WriteJob, requests: AsyncIterator[pb.WriteRequest | memoryview]) -> int:
         buffer = self._state.buffers.take(job.row_bytes)
         assembler = RowAssembler(buffer[: job.row_bytes], job.blocks)
         taken, next_block = 0, job.from_block
@@ -320,14 +309,6 @@ class CacheService:
 
     def _namespace(self, request: pb.MatchRequest | pb.HintRequest | pb.LeaseRequest | pb.StageRequest) -> Namespace:
         return self._state.sessions.get(request.session_id).namespace(request.prompt.ns_id)
-
-    def _row_bytes(self, layout: KvLayout, part: int | None) -> int:
-        row_bytes = layout.block_bytes if part is None else layout.part_bytes(part)
-        if row_bytes > self._limits.row_bytes:
-            raise InvalidBufferError(
-                f"a row has {row_bytes} bytes, this server takes {self._limits.row_bytes}; read and write by parts"
-            )
-        return row_bytes
 
     def _rows_at_once(self, row_bytes: int) -> int:
         return max(1, self._limits.bulk_buffer_bytes // row_bytes)

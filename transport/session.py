@@ -133,6 +133,8 @@ class Session:
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.leases: Holdings[Lease] = Holdings("lease", limits.leases_per_session, lambda lease: lease.release())
         self.stages: Holdings[Stage] = Holdings("stage", limits.stages_per_session, lambda stage: stage.abort())
+        # Those that a lookup of this session has used: the store has read what it keeps of them.
+        self.warm_namespaces: set[bytes] = set()
         self._namespaces_max = limits.namespaces_per_session
         self._lock = threading.Lock()
         self._namespaces: dict[bytes, Namespace] = {}  # guarded by _lock
@@ -176,6 +178,10 @@ class SessionTable:
         session = Session(self._limits)
         self._sessions[session.session_id] = session
         return session
+
+    def has(self, session_id: bytes) -> bool:
+        """Whether there is a session of that id."""
+        return session_id in self._sessions
 
     def get(self, session_id: bytes) -> Session:
         """Raises UnknownSessionError if there is none of that id (any more)."""

@@ -27,10 +27,9 @@ def status(arguments: argparse.Namespace) -> int:
     """Whether the sidecar serves, and which version it is."""
     with _connect(arguments) as client:
         answer = client.status()
-    row = {"address": _address(arguments), "serving": answer.serving, "version": answer.version}
-    _show(
-        arguments, row, f"{row['address']}: {'serving' if answer.serving else 'not serving'}, version {answer.version}"
-    )
+    row = {"address": _address(arguments), "serving": answer.serving, "version": answer.version, "lane": answer.lane}
+    serving = "serving" if answer.serving else "not serving"
+    _show(arguments, row, f"{row['address']}: {serving}, version {answer.version}, lane {answer.lane}")
     return ExitCode.DONE if answer.serving else ExitCode.FAILED
 
 

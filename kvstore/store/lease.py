@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvstore.radix.tree import NO_SLOT
 from kvstore.types import LoadResult, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -59,6 +60,32 @@ class StoreLease:
             ids = self._ids[from_block : from_block + len(rows)]
             loaded = self._load(ids, rows, part)
         return LoadResult(loaded, int(ids.size), loaded * row_bytes)
+
+    @contextmanager
+    def lend(self, *, from_block: int, blocks: int, part: int | None) -> Iterator[list[NDArray[np.uint8]]]:
+        """The bytes of leading blocks that lie in host memory, in place; whole rows, one after the other.
+
+        Fewer than asked, or none, if the rest lies on disk. The blocks are held while they are lent, whatever becomes
+        of the lease meanwhile, so a slow reader delays nobody. Raises ClosedError if the lease has ended.
+        """
+        with self._lock:
+            if not self._open:
+                raise ClosedError("the lease has ended: it was released, its time was over, or the store is closed")
+            ids = self._ids[from_block : from_block + blocks]
+            with self._index.lock:
+                slots = self._space.tree.slots(ids, Tier.HOST)
+                count = _leading(slots != NO_SLOT) if ids.size else 0
+                held = self._ids[: from_block + count]  # from the root on, as all holds
+                self._space.tree.lease(held)
+        try:
+            yield self._space.host.pieces(slots[:count], part=part)
+            with self._index.lock:
+                tokens = count * self._space.layout.block_tokens
+                self._index.accounting.loaded_tokens[Tier.HOST.name.lower()] += tokens
+        finally:
+            with self._index.lock:
+                freed = self._space.release(held)
+            freed.settle()
 
     def release(self) -> None:
         """End the lease; idempotent."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from kvstore.buffers import readable_rows
-from kvstore.errors import ClosedError
+from kvstore.errors import ClosedError, InvalidArgumentError
 from kvstore.types import CommitResult, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
+
+    from numpy.typing import NDArray
 
     from kvstore.api import BlockBuffer
     from kvstore.store.index import Index
@@ -48,6 +51,7 @@ class StoreStage:
         self._forget = forget
         self._lock = threading.Lock()
         self._open = True
+        self._lent = 0  # writers that fill slots in place
         self._path: BlockIds = np.empty(0, dtype=np.uint32)
         self._present = requested_from
         self._slots: Slots = np.empty(0, dtype=np.uint32)
@@ -109,11 +113,38 @@ class StoreStage:
             self._written[slice(None) if part is None else part, taken] = True
             return end - begin
 
+    @contextmanager
+    def lend(self, *, from_block: int, blocks: int, part: int | None) -> Iterator[list[NDArray[np.uint8]]]:
+        """The memory of blocks [from_block, from_block + blocks), all of which want bytes, to be filled in place.
+
+        They count as written once the block is left without an exception. A stage that ends meanwhile keeps its slots
+        until then, so that a slow writer delays nobody and never writes where others read. Raises ClosedError if the
+        stage has ended.
+        """
+        taken = slice(from_block - self._present, from_block - self._present + blocks)
+        assert 0 <= taken.start <= taken.stop <= self.blocks, (taken, self.blocks)
+        with self._lock:
+            self._check_open()
+            self._lent += 1
+        filled = False
+        try:
+            yield self._space.host.pieces(self._slots[taken], part=part)
+            filled = True
+        finally:
+            with self._lock:
+                self._lent -= 1
+                if self._open:
+                    self._written[slice(None) if part is None else part, taken] |= filled
+                elif not self._lent:
+                    self._finish(0, [])
+
     def commit(self) -> CommitResult:
         """Make the leading blocks whose every part was written visible, atomically; drop the others."""
         try:
             with self._lock:
                 self._check_open()
+                if self._lent:
+                    raise InvalidArgumentError("the stage is being written; commit it when the writes have returned")
                 complete = self._written.all(axis=0)
                 count = int(complete.size if complete.all() else complete.argmin())
                 keys = self._space.prompt_keys(self._root_key, self._prompt) if count else []
@@ -133,7 +164,8 @@ class StoreStage:
             if not self._open:
                 return
             self._open = False
-            self._finish(0, [])
+            if not self._lent:
+                self._finish(0, [])
         self._forget(self)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A gRPC server over any store, in a thread of this process."""
+"""A server over any store, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from kvstore.transport.limits import ServiceLimits
-from kvstore.transport.server import GrpcServer
+from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class ServedStore:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served-store")
         self._thread.start()
-        self.server = GrpcServer(
+        self.server = TransportServer(
             store, listen=listen, secrets=secrets or {}, limits=limits or ServiceLimits(), observer=observer
         )
         try:
@@ -70,3 +70,8 @@ def served(
     """Serve `store` on `listen` while the block runs; gives the bound address."""
     with ServedStore(store, [listen], secrets=secrets, limits=limits) as running:
         yield running.addresses[0]
+
+
+def grpc_address(address: str) -> str:
+    """An address of both lanes, such that a client uses gRPC."""
+    return f"grpc+{address}" if address.startswith("unix:") else f"grpc://{address}"

@@ -18,17 +18,26 @@ if TYPE_CHECKING:
 TENANT_SECRETS = dict.fromkeys(("tenant", "other"), SECRETS)
 
 
-@pytest.mark.parametrize("carrier", ["tcp", "unix socket"])
+LISTEN = {
+    "gRPC, TCP": "grpc://127.0.0.1:0",
+    "gRPC, Unix socket": "grpc+unix://{}/socket",
+    "wire, TCP": "127.0.0.1:0",
+    "wire, Unix socket": "unix://{}/socket",
+}
+
+
+@pytest.mark.parametrize("carrier", LISTEN)
 class TestServedStore(KvStoreConformance):
     @pytest.fixture
     def open_store(self, tmp_path: Path, carrier: str) -> Iterator[OpenStore]:
-        listen = "grpc://127.0.0.1:0" if carrier == "tcp" else f"grpc+unix://{tmp_path}/socket"
         with ExitStack() as stack:
 
             def open_served(host_bytes: int, disk_bytes: int = 0) -> kvstore.KvStore:
                 path = tmp_path / "data"
                 store = stack.enter_context(kvstore.open(path, host_bytes=host_bytes, disk_bytes=disk_bytes))
-                address = stack.enter_context(served(store, listen, secrets=TENANT_SECRETS))
-                return stack.enter_context(kvstore.connect(address))
+                address = stack.enter_context(served(store, LISTEN[carrier].format(tmp_path), secrets=TENANT_SECRETS))
+                client = stack.enter_context(kvstore.connect(address))
+                assert client.status().lane == carrier[:4].lower().rstrip(",")
+                return client
 
             yield open_served

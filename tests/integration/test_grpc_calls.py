@@ -27,7 +27,7 @@ from kvstore.events import EventKind
 from kvstore.hashing import secret_proof
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BASE, BLOCKS, LAYOUT, MIB, PROMPT, SECRETS
-from kvstore.testing.serving import ServedStore
+from kvstore.testing.serving import ServedStore, grpc_address
 from kvstore.tokens import PROMPT_TOKENS_MAX
 from kvstore.transport.convert import namespace_to_proto
 from kvstore.transport.limits import ServiceLimits
@@ -73,12 +73,12 @@ def local(store: KvStore) -> Iterator[ServedStore]:
 
 @pytest.fixture
 def client(local: ServedStore) -> Iterator[Client]:
-    with kvstore.connect(local.addresses[0]) as client:
+    with kvstore.connect(grpc_address(local.addresses[0])) as client:
         yield client
 
 
 def test_blocks_cross_every_kind_of_address_unchanged(served: ServedStore):
-    with kvstore.connect(served.addresses[0]) as client:
+    with kvstore.connect(grpc_address(served.addresses[0])) as client:
         assert store_prompt(client, BASE, PROMPT).blocks == BLOCKS
         assert verified_blocks(client, BASE, PROMPT) == BLOCKS
         assert client.status().serving
@@ -90,7 +90,7 @@ def test_blocks_far_larger_and_smaller_than_a_frame_cross_unchanged(store: KvSto
     limits = ServiceLimits(frame_bytes=100_001, bulk_buffer_bytes=300_000)
     assert large.layout.block_bytes > limits.bulk_buffer_bytes
     served = ServedStore(store, secrets={"tenant": SECRETS}, limits=limits)
-    with served, kvstore.connect(served.addresses[0]) as client:
+    with served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         assert store_prompt(client, large, list(range(80))).blocks == 5
         assert verified_blocks(client, large, list(range(80))) == 5
         assert store_prompt(client, BASE, list(range(8000))).blocks == 2000
@@ -211,7 +211,7 @@ def test_health_and_reflection_answer(local: ServedStore):
 
 def test_calls_are_observed_by_name_and_status(store: KvStore):
     observer = CountingObserver()
-    with ServedStore(store, observer=observer) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store, observer=observer) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         client.match(OPEN_NAMESPACE, PROMPT)
         client.match(OPEN_NAMESPACE, PROMPT)
         with pytest.raises(InvalidArgumentError):
@@ -228,7 +228,7 @@ def test_a_bug_in_the_store_is_logged_counted_and_not_leaked(caplog: pytest.LogC
         def namespace_id(self, namespace: Namespace) -> bytes:
             raise ZeroDivisionError("private detail")
 
-    with ServedStore(BrokenStore()) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(BrokenStore()) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         with caplog.at_level(logging.ERROR), pytest.raises(UnavailableError, match="INTERNAL") as failed:
             client.match(OPEN_NAMESPACE, PROMPT)
         assert "private detail" not in str(failed.value)
@@ -240,7 +240,7 @@ def test_limits_refuse_at_once_and_leave_the_session_usable(store: KvStore):
     limits = ServiceLimits(
         leases_per_session=2, stages_per_session=1, namespaces_per_session=1, pin_tokens=len(PROMPT), sessions=1
     )
-    with ServedStore(store, limits=limits) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store, limits=limits) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         store_prompt(client, OPEN_NAMESPACE, PROMPT)
         match = client.match(OPEN_NAMESPACE, PROMPT)
         leases = [client.lease(match) for _ in range(2)]
@@ -256,7 +256,10 @@ def test_limits_refuse_at_once_and_leave_the_session_usable(store: KvStore):
             client.match(dataclasses.replace(OPEN_NAMESPACE, model="other"), PROMPT)
         with pytest.raises(NoSpaceError, match="pin"):
             client.pin(OPEN_NAMESPACE, [*PROMPT, 1])
-        with kvstore.connect(served.addresses[0]) as another, pytest.raises(NoSpaceError, match="1 sessions"):
+        with (
+            kvstore.connect(grpc_address(served.addresses[0])) as another,
+            pytest.raises(NoSpaceError, match="1 sessions"),
+        ):
             another.stats()
         assert client.pin(OPEN_NAMESPACE, PROMPT).blocks == BLOCKS
 
@@ -267,7 +270,7 @@ def test_a_row_larger_than_the_server_takes_is_refused_and_its_parts_are_not(sto
     rows = expected_rows(namespace, PROMPT)
     parts = np.split(rows, [layout.part_bytes(0)], axis=1)
     limits = ServiceLimits(row_bytes=layout.part_bytes(0))
-    with ServedStore(store, limits=limits) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store, limits=limits) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         with pytest.raises(kvstore.InvalidBufferError, match="by parts"), client.stage(namespace, PROMPT) as stage:
             stage.write_from(rows)
         with client.stage(namespace, PROMPT) as stage:
@@ -286,7 +289,7 @@ def test_the_answer_to_an_absent_server_comes_at_once_and_says_what_to_do(tmp_pa
 @pytest.mark.parametrize("address", ["", "nowhere", "http://x:1"])
 def test_an_address_that_is_none_is_refused_before_any_call(address: str):
     with pytest.raises(kvstore.ConfigError):
-        kvstore.connect(address)
+        kvstore.connect(grpc_address(address))
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])

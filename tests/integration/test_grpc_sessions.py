@@ -18,7 +18,7 @@ import kvstore
 from kvstore.errors import ClosedError, NoSpaceError, UnavailableError
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
-from kvstore.testing.serving import ServedStore
+from kvstore.testing.serving import ServedStore, grpc_address
 from kvstore.transport.limits import ServiceLimits
 from kvstore.types import Namespace
 
@@ -44,7 +44,7 @@ sys.stdin.read()
 
 SERVER_PROGRAM = """
 import sys, kvstore
-from kvstore.testing.serving import ServedStore
+from kvstore.testing.serving import ServedStore, grpc_address
 with kvstore.open(None, host_bytes=1 << 22) as store, ServedStore(store, [sys.argv[1]]) as served:
     print(served.addresses[0], flush=True)
     sys.stdin.read()
@@ -128,7 +128,7 @@ def test_a_killed_client_loses_its_leases_and_stages_at_once(
     store: WatchedStore, start_process: Callable[..., subprocess.Popen[str]], tmp_path: Path, address: str
 ):
     with ServedStore(store, [address.format(tmp_path)]) as served:
-        process = start_process(CLIENT_PROGRAM, served.addresses[0])
+        process = start_process(CLIENT_PROGRAM, grpc_address(served.addresses[0]))
         assert process.stdout is not None
         assert process.stdout.readline().split() == [str(BLOCKS), str(BLOCKS)]
         stats = store.stats()
@@ -143,7 +143,7 @@ def test_a_killed_client_loses_its_leases_and_stages_at_once(
 
 def test_closing_a_client_ends_what_it_held(store: WatchedStore):
     with ServedStore(store) as served:
-        client = kvstore.connect(served.addresses[0])
+        client = kvstore.connect(grpc_address(served.addresses[0]))
         store_prompt(client, NAMESPACE, PROMPT)
         lease = client.lease(client.match(NAMESPACE, PROMPT))
         stage = client.stage(NAMESPACE, [7, *PROMPT])
@@ -162,7 +162,10 @@ def test_closing_a_client_ends_what_it_held(store: WatchedStore):
 
 
 def test_a_lease_granted_after_its_caller_gave_up_ends_at_once(store: WatchedStore):
-    with ServedStore(store) as served, kvstore.connect(served.addresses[0], control_seconds=1.0) as client:
+    with (
+        ServedStore(store) as served,
+        kvstore.connect(grpc_address(served.addresses[0]), control_seconds=1.0) as client,
+    ):
         store_prompt(client, NAMESPACE, PROMPT)
         match = client.match(NAMESPACE, PROMPT)
         store.holding = True
@@ -176,7 +179,7 @@ def test_a_lease_granted_after_its_caller_gave_up_ends_at_once(store: WatchedSto
 
 
 def test_a_write_that_breaks_off_can_never_be_committed(store: WatchedStore):
-    with ServedStore(store) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         stage = client.stage(NAMESPACE, PROMPT)
         rows = expected_rows(NAMESPACE, PROMPT)
         connection = stage._connection
@@ -198,7 +201,7 @@ def test_a_write_that_breaks_off_can_never_be_committed(store: WatchedStore):
 
 def test_a_stalled_write_keeps_its_place_for_a_limited_time_only(store: WatchedStore):
     limits = ServiceLimits(bulk_calls=1, bulk_seconds_max=1.0)
-    with ServedStore(store, limits=limits) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store, limits=limits) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         store_prompt(client, NAMESPACE, PROMPT)
         lease = client.lease(client.match(NAMESPACE, PROMPT))
         stage = client.stage(NAMESPACE, [7, *PROMPT])
@@ -236,7 +239,7 @@ def test_a_stalled_write_keeps_its_place_for_a_limited_time_only(store: WatchedS
 
 def test_a_lease_can_be_released_however_busy_the_server_is(store: WatchedStore):
     limits = ServiceLimits(short_calls=1)
-    with ServedStore(store, limits=limits) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store, limits=limits) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         store_prompt(client, NAMESPACE, PROMPT)
         lease = client.lease(client.match(NAMESPACE, PROMPT))
         store.holding = True
@@ -253,7 +256,7 @@ def test_a_lease_can_be_released_however_busy_the_server_is(store: WatchedStore)
 
 def test_a_client_goes_on_after_the_server_was_restarted_but_its_leases_do_not(store: WatchedStore, tmp_path: Path):
     address = f"unix://{tmp_path}/s"
-    with kvstore.connect(address) as client:
+    with kvstore.connect(grpc_address(address)) as client:
         with ServedStore(store, [address]):
             store_prompt(client, NAMESPACE, PROMPT)
             lease = client.lease(client.match(NAMESPACE, PROMPT))
@@ -280,8 +283,8 @@ def test_a_stopped_server_costs_no_more_than_the_deadlines(
     assert process.stdout is not None
     address = process.stdout.readline().strip()
     with (
-        kvstore.connect(address, control_seconds=1.0, bulk_seconds=1.0) as client,
-        kvstore.connect(address, control_seconds=1.0) as fresh,
+        kvstore.connect(grpc_address(address), control_seconds=1.0, bulk_seconds=1.0) as client,
+        kvstore.connect(grpc_address(address), control_seconds=1.0) as fresh,
     ):
         store_prompt(client, NAMESPACE, PROMPT)
         match = client.match(NAMESPACE, PROMPT)
@@ -307,7 +310,7 @@ def test_a_server_killed_in_mid_load_is_an_error_and_not_a_result(
 ):
     process = start_process(SERVER_PROGRAM, f"unix://{tmp_path}/s")
     assert process.stdout is not None
-    with kvstore.connect(process.stdout.readline().strip()) as client:
+    with kvstore.connect(grpc_address(process.stdout.readline().strip())) as client:
         prompt = list(range(4 * 2**10))
         assert store_prompt(client, NAMESPACE, prompt).blocks == 2**10
         with client.lease(client.match(NAMESPACE, prompt)) as lease:
@@ -324,8 +327,8 @@ def test_a_server_killed_in_mid_load_is_an_error_and_not_a_result(
 def test_a_stopping_server_lets_open_calls_end_and_takes_no_new_ones(store: WatchedStore):
     served = ServedStore(store)
     answers: list[object] = []
-    patient = kvstore.connect(served.addresses[0], control_seconds=60)
-    with patient, kvstore.connect(served.addresses[0], control_seconds=60) as other:
+    patient = kvstore.connect(grpc_address(served.addresses[0]), control_seconds=60)
+    with patient, kvstore.connect(grpc_address(served.addresses[0]), control_seconds=60) as other:
         other.stats()
         store.holding = True
         call = threading.Thread(target=lambda: answers.append(patient.stats()))
@@ -364,7 +367,7 @@ def _is_refused(call: Callable[[], object]) -> bool:
 
 def test_the_grace_of_a_stopping_server_is_not_spent_on_idle_sessions(store: WatchedStore):
     served = ServedStore(store)
-    with kvstore.connect(served.addresses[0]) as client:
+    with kvstore.connect(grpc_address(served.addresses[0])) as client:
         store_prompt(client, NAMESPACE, PROMPT)
         client.lease(client.match(NAMESPACE, PROMPT))
         start = time.monotonic()
@@ -375,9 +378,9 @@ def test_the_grace_of_a_stopping_server_is_not_spent_on_idle_sessions(store: Wat
 
 def test_no_thread_outlives_its_client_or_server(store: WatchedStore):
     before = set(threading.enumerate())
-    with ServedStore(store) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         store_prompt(client, NAMESPACE, PROMPT)
-    with kvstore.connect(served.addresses[0]) as absent, pytest.raises(UnavailableError):
+    with kvstore.connect(grpc_address(served.addresses[0])) as absent, pytest.raises(UnavailableError):
         absent.stats()
     for thread in set(threading.enumerate()) - before:
         thread.join(ANSWER_SECONDS)
@@ -396,7 +399,7 @@ def test_many_threads_share_one_client(store: WatchedStore):
         except BaseException as problem:  # noqa: BLE001  # handed to the main thread
             problems.append(problem)
 
-    with ServedStore(store) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         threads = [threading.Thread(target=work, args=(client, seed)) for seed in range(8)]
         for thread in threads:
             thread.start()
@@ -408,5 +411,5 @@ def test_many_threads_share_one_client(store: WatchedStore):
 
 def test_environment_proxies_are_not_asked(store: WatchedStore, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(os.environ, "http_proxy", "http://192.0.2.1:1")
-    with ServedStore(store) as served, kvstore.connect(served.addresses[0]) as client:
+    with ServedStore(store) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         assert client.status().serving

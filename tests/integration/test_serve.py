@@ -235,6 +235,7 @@ def test_the_commands_say_what_the_store_says(ask, unix_sidecar):
 
     assert (0, True) == (ask("status")[0], ask("status")[1]["serving"])
     assert kvstore.__version__ == ask("status")[1]["version"]
+    assert "wire" == ask("status")[1]["lane"]
     assert (0, {"blocks": 10, "tokens": 40, "prompt_tokens": 41, "tiers": {"host": 10}}) == ask(
         "match", *TOKENS, 99, *FLAGS
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.request
 from dataclasses import fields, replace
+from typing import ClassVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -45,6 +46,9 @@ STATS = StoreStats(
 
 class Process:
     failures = 17
+    connections: ClassVar = {"wire": 19, "grpc": 20}
+    refused_connections: ClassVar = {"full": 21}
+    resent_prompts = 22
 
 
 def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
@@ -62,6 +66,10 @@ def test_each_store_metric_has_the_exact_value_of_the_store():
     expected = {
         ("kvstore_build_info", "1.2.3"): 1,
         ("kvstore_failures_total", ""): 17,
+        ("kvstore_connections", "wire"): 19,
+        ("kvstore_connections", "grpc"): 20,
+        ("kvstore_refused_connections_total", "full"): 21,
+        ("kvstore_resent_prompts_total", ""): 22,
         ("kvstore_tier_capacity_bytes", "host"): 1000,
         ("kvstore_tier_capacity_bytes", "disk"): 9000,
         ("kvstore_tier_used_bytes", "host"): 600,

@@ -10,9 +10,9 @@ from kvstore.transport.address import TcpAddress, UnixAddress, parse_address
     ("text", "expected"),
     [
         ("unix:///run/kvstore.sock", UnixAddress("/run/kvstore.sock")),
-        ("grpc+unix:///run/kvstore.sock", UnixAddress("/run/kvstore.sock")),
+        ("grpc+unix:///run/kvstore.sock", UnixAddress("/run/kvstore.sock", grpc_only=True)),
         ("127.0.0.1:7070", TcpAddress("127.0.0.1", 7070)),
-        ("grpc://node-1:0", TcpAddress("node-1", 0)),
+        ("grpc://node-1:0", TcpAddress("node-1", 0, grpc_only=True)),
         ("[::1]:65535", TcpAddress("::1", 65535)),
     ],
 )
@@ -48,7 +48,7 @@ def test_what_is_no_address_is_refused_by_name(text: str):
         parse_address(text)
 
 
-@pytest.mark.parametrize("text", ["unix:///run/s", "127.0.0.1:7070", "[::1]:0"])
+@pytest.mark.parametrize("text", ["unix:///run/s", "127.0.0.1:7070", "[::1]:0", "grpc+unix:///run/s", "grpc://[::1]:0"])
 def test_an_address_prints_as_it_is_written(text: str):
     assert text == str(parse_address(text))
 

@@ -1,0 +1,261 @@
+"""Requests and answers on one control connection, from any number of threads, without a thread of its own."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.errors import UnavailableError
+from kvstore.transport import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_BUFFER_BYTES = 64 * 1024
+_BODY_BYTES_MAX = 128 * 2**20
+_CALL_ID_MAX = 2**32 - 1
+_TIMEVAL = struct.Struct("@ll")
+
+Answer = tuple[wire.Header, bytes]
+
+
+class _Waiter:
+    """A call whose answer is awaited. `signal` is released when there is one, or when its thread is to read."""
+
+    __slots__ = ("answer", "signal")
+
+    def __init__(self) -> None:
+        self.signal = threading.Lock()
+        self.signal.acquire()
+        self.answer: Answer | None = None
+
+    def wake(self) -> None:
+        """Let the thread look again; called with the lock of the exchange held."""
+        if self.signal.locked():
+            self.signal.release()
+
+
+class Exchange:
+    """The client's end of a control connection. Thread-safe.
+
+    Callers read the answers themselves: one of those who wait reads for all, and when it has its own another one goes
+    on. So a lone caller changes no thread. `_send_lock` orders what is sent. `_lock` guards `_waiting`, `_reading`,
+    `_users` and `ended`; nothing is waited for under it. The buffer belongs to the one who reads. No call outlasts
+    twice its time: each system call ends after `seconds`, and is begun only while the call has time left.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str, seconds: float) -> None:
+        self.ended = False
+        self._socket = connected
+        self._peer = peer
+        self._send_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Waiter] = {}
+        self._last_id = 0
+        self._reading = False
+        self._users = 0
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._begin = 0
+        self._end = 0
+        connected.setblocking(True)
+        times = _TIMEVAL.pack(int(seconds), max(1, int(seconds % 1 * 1_000_000)))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, times)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, times)
+
+    def ask(self, frame: Callable[[int], bytes], seconds: float) -> Answer:
+        """Send the frame that `frame` makes for a call id, and return what is answered.
+
+        Frames are made in the order they are sent. Raises UnavailableError if nothing is answered in time, and if the
+        connection ends, which the first that notices makes known to all.
+        """
+        ends_at = time.monotonic() + seconds
+        waiter = _Waiter()
+        call_id = self._enter(waiter)
+        try:
+            self._send(frame, call_id, ends_at)
+            self._await(waiter, ends_at)
+        finally:
+            self._leave(call_id)
+        assert waiter.answer is not None, "awaited and not answered"
+        return waiter.answer
+
+    def tell(self, frame: Callable[[int], bytes], seconds: float) -> None:
+        """Send a frame whose answer nobody waits for. Raises UnavailableError if that cannot be done in time."""
+        call_id = self._enter(_Waiter())
+        try:
+            self._send(frame, call_id, time.monotonic() + seconds)
+        finally:
+            self._leave(call_id)
+
+    def check(self) -> None:
+        """Notice whether the other side has ended the connection."""
+        with suppress(UnavailableError):
+            call_id = self._enter(_Waiter())
+            try:
+                if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    self.end()
+            except BlockingIOError:
+                return
+            except OSError:
+                self.end()
+            finally:
+                self._leave(call_id)
+
+    def end(self) -> None:
+        """End the connection; idempotent. Calls under way raise UnavailableError."""
+        with self._lock:
+            self.ended = True
+            for waiter in self._waiting.values():
+                waiter.wake()
+            if not self._users:
+                self._socket.close()
+            else:
+                with suppress(OSError):  # the other side may have been faster
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """In the child of a fork: let go of the parent's connection without ending it; no other thread is there."""
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self.ended = True
+        self._socket.close()
+
+    def _enter(self, waiter: _Waiter) -> int:
+        """Begin a call: gives its id, and keeps the descriptor from becoming another file's until the call leaves."""
+        with self._lock:
+            self._check_open()
+            self._users += 1
+            self._last_id = self._last_id % _CALL_ID_MAX + 1
+            while self._last_id in self._waiting:
+                self._last_id = self._last_id % _CALL_ID_MAX + 1
+            self._waiting[self._last_id] = waiter
+            return self._last_id
+
+    def _leave(self, call_id: int) -> None:
+        """End a call; who leaves lets another one read, should it have been its turn."""
+        with self._lock:
+            self._waiting.pop(call_id, None)
+            self._users -= 1
+            if self.ended and not self._users:
+                self._socket.close()
+            self._pass_on()
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise UnavailableError(f"the session with {self._peer} has ended, and what it held with it")
+
+    def _pass_on(self) -> None:
+        if self._waiting and not self._reading:
+            for waiter in self._waiting.values():
+                if waiter.answer is None:
+                    waiter.wake()
+                    return
+
+    def _send(self, frame: Callable[[int], bytes], call_id: int, ends_at: float) -> None:
+        if not self._send_lock.acquire(timeout=max(0.0, ends_at - time.monotonic())):
+            raise self._late()
+        try:
+            self._send_all(memoryview(frame(call_id)), ends_at)
+        finally:
+            self._send_lock.release()
+
+    def _send_all(self, unsent: memoryview, ends_at: float) -> None:
+        """Send a frame; if that breaks off nothing can follow it, and the connection ends."""
+        try:
+            while unsent := unsent[self._socket.send(unsent) :]:
+                if time.monotonic() >= ends_at:
+                    raise BlockingIOError
+        except BlockingIOError as err:
+            self.end()
+            raise self._late() from err
+        except OSError as err:
+            self.end()
+            raise UnavailableError(f"{self._peer} has ended the session ({err.strerror})") from err
+        except KeyboardInterrupt:
+            self.end()
+            raise
+
+    def _await(self, waiter: _Waiter, ends_at: float) -> None:
+        while True:
+            with self._lock:
+                if waiter.answer is not None:
+                    return
+                self._check_open()
+                leads = not self._reading
+                self._reading = True
+            if leads:
+                self._read_for_all(waiter, ends_at)
+            elif not waiter.signal.acquire(timeout=max(0.0, ends_at - time.monotonic())):
+                raise self._late()
+
+    def _read_for_all(self, waiter: _Waiter, ends_at: float) -> None:
+        try:
+            while waiter.answer is None:
+                if time.monotonic() >= ends_at:
+                    raise self._late()
+                self._read_some()
+        except wire.WireFormatError as err:
+            self.end()
+            raise UnavailableError(f"{self._peer} sent what is no answer: {err}") from err
+        except OSError as err:
+            self.end()
+            raise UnavailableError(f"{self._peer} has ended the session ({err.strerror or err})") from err
+        except KeyboardInterrupt:
+            self.end()  # how much was read is not known
+            raise
+        finally:
+            with self._lock:
+                self._reading = False
+                self._pass_on()
+
+    def _read_some(self) -> None:
+        """Read once and hand out what is whole; nothing is read if the time of the system call passes first."""
+        try:
+            received_bytes = self._socket.recv_into(self._view[self._end :])
+        except BlockingIOError:
+            return
+        if not received_bytes:
+            raise ConnectionError("connection closed")
+        self._end += received_bytes
+        while self._end - self._begin >= wire.HEADER_BYTES:
+            header = wire.decode_header(self._buffer, self._begin, _BODY_BYTES_MAX)
+            body_begin = self._begin + wire.HEADER_BYTES
+            body_end = body_begin + header.body_bytes
+            if body_end > self._end:
+                self._make_room(wire.HEADER_BYTES + header.body_bytes)
+                return
+            self._hand_out(header, bytes(self._view[body_begin:body_end]))
+            self._begin = body_end
+        if self._begin == self._end:
+            self._begin = self._end = 0
+            if len(self._buffer) > _BUFFER_BYTES:
+                self._buffer = bytearray(_BUFFER_BYTES)
+                self._view = memoryview(self._buffer)
+        elif self._end == len(self._buffer):
+            self._make_room(wire.HEADER_BYTES)
+
+    def _make_room(self, frame_bytes: int) -> None:
+        if self._begin + frame_bytes > len(self._buffer):
+            begun = self._buffer[self._begin : self._end]
+            self._buffer = bytearray(max(frame_bytes, _BUFFER_BYTES))
+            self._buffer[: len(begun)] = begun
+            self._view = memoryview(self._buffer)
+            self._begin, self._end = 0, len(begun)
+
+    def _hand_out(self, header: wire.Header, body: bytes) -> None:
+        """Give an answer to who waits for it; one that nobody waits for any more is dropped."""
+        if header.call_id == 0 and header.kind is wire.Kind.ERROR:
+            raise ConnectionError(str(wire.decode_error(header.code, body, self._peer)))
+        with self._lock:
+            waiter = self._waiting.get(header.call_id)
+            if waiter is not None:
+                waiter.answer = (header, body)
+                waiter.wake()
+
+    def _late(self) -> UnavailableError:
+        return UnavailableError(f"no answer from {self._peer} within the deadline")

@@ -1,0 +1,191 @@
+"""Connections that turn out to be gRPC's, passed on to gRPC's own listener.
+
+gRPC for Python listens by itself and takes no connection from elsewhere, so one thread moves the bytes of those that
+came to an address of both lanes between their client and a private socket of gRPC, by splice(2): no byte is copied to
+this program. See https://man7.org/linux/man-pages/man2/splice.2.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import threading
+from dataclasses import dataclass, field
+
+_PIPE_BYTES = 256 * 1024
+_EVENTS_MAX = 64
+_READ = select.EPOLLIN | select.EPOLLRDHUP
+_FLAGS = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
+
+
+def _pipe() -> tuple[int, int]:
+    pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    with contextlib.suppress(OSError):  # a user's share of large pipes may be used up; the default size works too
+        fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return pipe
+
+
+@dataclass(eq=False)
+class _Flow:
+    """One direction: bytes go from `source` through a pipe to `target`."""
+
+    source: socket.socket
+    target: socket.socket
+    pipe: tuple[int, int] = field(default_factory=_pipe)
+    held_bytes: int = 0  # in the pipe
+    ended: bool = False
+
+    def move(self) -> None:
+        """Move what is there without waiting; epoll tells if there is more. Raises OSError where a side is gone."""
+        if not self.ended and (self.held_bytes or self._fill()):
+            self._drain()
+
+    def close(self) -> None:
+        for end in self.pipe:
+            os.close(end)
+
+    def _fill(self) -> bool:
+        try:
+            self.held_bytes = os.splice(self.source.fileno(), self.pipe[1], _PIPE_BYTES, flags=_FLAGS)
+        except BlockingIOError:
+            return False
+        if not self.held_bytes:
+            self.ended = True
+            with contextlib.suppress(OSError):
+                self.target.shutdown(socket.SHUT_WR)
+        return not self.ended
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.held_bytes -= os.splice(self.pipe[0], self.target.fileno(), self.held_bytes, flags=_FLAGS)
+
+
+class _Passage:
+    """One client's connection and the one to gRPC. Used by the thread alone."""
+
+    def __init__(self, client: socket.socket, inner: socket.socket) -> None:
+        self.sockets = (client, inner)
+        self.flows = (_Flow(client, inner), _Flow(inner, client))
+
+    def move(self, fd: int, events: int) -> bool:
+        """Do what a socket is ready for; false once the connection is over."""
+        reading, writing = self.flows if fd == self.sockets[0].fileno() else reversed(self.flows)
+        try:
+            if events & ~select.EPOLLOUT:
+                reading.move()
+            if events & select.EPOLLOUT:
+                writing.move()
+        except OSError:
+            return False
+        gone = reading.ended and events & (select.EPOLLHUP | select.EPOLLERR)  # told again and again from now on
+        return not gone and not (reading.ended and writing.ended)
+
+    def interests(self) -> tuple[int, int]:
+        """What to wait for on each socket: input where there is room for it, output where something is held."""
+        inward, outward = self.flows
+        return _interest(inward, outward), _interest(outward, inward)
+
+    def close(self) -> None:
+        for connected in self.sockets:
+            connected.close()
+        for flow in self.flows:
+            flow.close()
+
+
+class Passages:
+    """All connections that are passed on, served by one thread. `add` may be called from any thread.
+
+    `_lock` guards `_new` and `_stopping`; everything else belongs to the thread.
+    """
+
+    def __init__(self, inner: int) -> None:
+        """`inner` is a descriptor of the socket file that gRPC listens on; it belongs to this object from now on."""
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._new: list[_Passage] = []
+        self._stopping = False
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._by_fd: dict[int, tuple[_Passage, int]] = {}
+        self._thread = threading.Thread(target=self._run, name="kvstore-splice", daemon=True)
+        self._thread.start()
+
+    @property
+    def count(self) -> int:
+        """Connections that are passed on now."""
+        return len(self._by_fd) // 2
+
+    def add(self, client: socket.socket, received: bytes) -> None:
+        """Pass a connection on, beginning with what was received of it; it belongs to this object from now on."""
+        inner = socket.socket(socket.AF_UNIX)
+        inner.setblocking(False)
+        try:
+            inner.connect(f"/proc/self/fd/{self._inner}")
+            inner.sendall(received)
+            client.setblocking(False)
+            passage = _Passage(client, inner)
+        except OSError:
+            inner.close()
+            client.close()
+            return
+        with self._lock:
+            self._new.append(passage)
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """End all connections and the thread; idempotent."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for passage in {passage for passage, _ in self._by_fd.values()} | set(self._new):
+            passage.close()
+        self._by_fd.clear()
+        self._epoll.close()
+        os.close(self._wake)
+        os.close(self._inner)
+
+    def _run(self) -> None:
+        while True:
+            ready = self._epoll.poll(maxevents=_EVENTS_MAX)
+            if any(fd == self._wake for fd, _ in ready) and not self._take_new():
+                return
+            for fd, events in ready:
+                if fd in self._by_fd:
+                    self._step(self._by_fd[fd][0], fd, events)
+
+    def _take_new(self) -> bool:
+        os.eventfd_read(self._wake)
+        with self._lock:
+            new, self._new = self._new, []
+            if self._stopping:
+                self._new = new
+                return False
+        for passage in new:
+            for connected in passage.sockets:
+                self._epoll.register(connected.fileno(), _READ)
+                self._by_fd[connected.fileno()] = (passage, _READ)
+        return True
+
+    def _step(self, passage: _Passage, fd: int, events: int) -> None:
+        if not passage.move(fd, events):
+            for connected in passage.sockets:
+                self._epoll.unregister(connected.fileno())
+                del self._by_fd[connected.fileno()]
+            passage.close()
+            return
+        for connected, wanted in zip(passage.sockets, passage.interests(), strict=True):
+            if self._by_fd[connected.fileno()][1] != wanted:
+                self._epoll.modify(connected.fileno(), wanted)
+                self._by_fd[connected.fileno()] = (passage, wanted)
+
+
+def _interest(reading: _Flow, writing: _Flow) -> int:
+    wanted = 0 if reading.held_bytes or reading.ended else _READ
+    return wanted | (select.EPOLLOUT if writing.held_bytes else 0)
