@@ -227,8 +227,8 @@ class RadixTree:
     def rehearsed(self, tier: Tier) -> tuple[float, float, list[tuple[int, float]]]:
         """What other capacities of `tier` would have found: (looked up, found, [(capacity, found with it)]), in blocks.
 
-        Found is what was in `tier` or in one before it. Counted since `tier` was full; the list is empty until then, and
-        for policies that do not rehearse. The capacities are a quarter, a half, one, two and four times that of now.
+        Found is what was in `tier` or in one before it. Counted since `tier` was full; the list is empty until then,
+        and for policies that do not rehearse. The capacities are a quarter, a half, one, two and four times its own.
         """
         return self._native.rehearsed(_index_of(tier))
 

