@@ -126,7 +126,7 @@ class KvStore(Protocol):
         """Begin to store the blocks [from_block, whole blocks of tokens).
 
         Blocks present, or staged by someone else, are left out (single-flight). The stage is shortened to what the
-        host tier has room for, and is empty if block `from_block` - 1 is missing.
+        host tier and the namespace's quota have room for, and is empty if block `from_block` - 1 is missing.
         """
         ...
 

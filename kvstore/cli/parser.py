@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore import __version__
+from kvstore.config import EVICTION_POLICIES
 
 if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  # argparse names it nowhere else
@@ -50,7 +51,7 @@ def _add_serve(commands: Commands) -> None:
     serve.add_argument("--host-bytes", metavar="SIZE", help="host memory for blocks, such as 64MiB")
     serve.add_argument("--disk-bytes", metavar="SIZE", help="disk space for blocks, such as 1GiB; 0: no disk tier")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics for Prometheus here")
-    serve.add_argument("--eviction-policy", metavar="NAME", help="what leaves first where room is short")
+    serve.add_argument("--eviction-policy", metavar="NAME", help=", ".join(EVICTION_POLICIES))
     _add_set(serve)
 
 
@@ -105,7 +106,12 @@ def _add_replay(commands: Commands) -> None:
         help="host tier: percent of the trace's unique blocks, blocks, or bytes such as 64GiB (default %(default)s)",
     )
     replay.add_argument("--disk", metavar="SIZE", help="disk tier, given likewise (default: none)")
-    replay.add_argument("--policies", metavar="NAME,...", default="default", help="lru, default (default: default)")
+    replay.add_argument(
+        "--policies",
+        metavar="NAME,...",
+        default="default",
+        help=f"{', '.join(EVICTION_POLICIES)}, default: the store's (default: default)",
+    )
     replay.add_argument(
         "--warm", metavar="RATIO", type=float, default=0.5, help="share of the requests not counted (default 0.5)"
     )

@@ -143,6 +143,7 @@ class Index:
 
         What is worth least is judged as of the latest request. Others give nothing of what their quota ensures them,
         and nothing at all to one that is at its own limit; one that has less than its quota ensures it gives last.
+        Since taking from others moves whole extents, their blocks count as worth a little more than they are.
         """
         found: list[Giver] = []
         pool = asking.pool(tier)
@@ -154,9 +155,13 @@ class Index:
             if value is not None:
                 found.append(Giver(space, space.worth(value)))
         is_owed = asking.missing_bytes(tier) > 0
-        return sorted(
-            found, key=lambda giver: (is_owed and giver.space is asking, giver.worth, giver.space.quota.priority)
-        )
+
+        def order(giver: Giver) -> tuple[bool, float, float]:
+            is_own = giver.space is asking
+            price = giver.worth if is_own else giver.worth * asking.moving_factor
+            return (is_owed and is_own, price, giver.space.quota.priority)
+
+        return sorted(found, key=order)
 
     def worth_of(self, space: Space, block_id: int) -> float:
         """What a block is worth as of the latest request; `lock` must be held."""

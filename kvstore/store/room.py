@@ -65,7 +65,7 @@ class RoomMaker:
     def shortage(self, space: Space, path: BlockIds) -> str:
         """Why `reserve` gave less than it was asked for, as counters call it; the index lock must be held."""
         givers = self._index.givers(Tier.HOST, space)
-        if givers and givers[0].worth > self._affordable(space, path) * _NEARLY_EQUAL:
+        if givers and min(giver.worth for giver in givers) > self._affordable(space, path) * _NEARLY_EQUAL:
             return "not_worth"
         return "quota" if space.host.at_limit else "host_full"
 
@@ -116,7 +116,7 @@ class RoomMaker:
         tries = 0
         for giver in givers:
             if giver.worth > worth * _NEARLY_EQUAL:
-                break
+                continue
             if giver.space is space:
                 freed = self._evict(space, tier, min(wanted, _batch_blocks(space)), worth)
             else:

@@ -159,6 +159,21 @@ def test_the_metrics_page_moves_with_what_is_done(tmp_path):
     assert any(line.startswith('kvstore_call_seconds_count{method="Match",status="OK"} 1.0') for line in lines)
 
 
+def test_quotas_and_the_policy_of_the_settings_are_those_of_the_sidecar(tmp_path):
+    file = tmp_path / "kvstore.toml"
+    file.write_text(f'[[quota]]\ntenant = "default"\nmodel = "m"\nhost_max = {4 * LAYOUT.block_bytes}\n')
+    with sidecar(
+        "--config", file, "--eviction-policy", "lru", "--listen", f"unix://{tmp_path}/s", "--metrics", "127.0.0.1:0"
+    ) as running:
+        store_prompt(running.address)
+        with kvstore.connect(running.address) as client:
+            assert 4 == client.match(NAMESPACE, TOKENS).blocks
+            assert {"quota": BLOCKS - 4} == client.stats().rejected_blocks
+            assert 4 == client.end_session(NAMESPACE, TOKENS[:16])
+        with urllib.request.urlopen(f"http://{running.ready['metrics']}/metrics") as page:
+            assert f'kvstore_rejected_blocks_total{{reason="quota"}} {float(BLOCKS - 4)}' in page.read().decode()
+
+
 def refused(*flags: object) -> str:
     """The one line that a sidecar with these flags says before it gives up."""
     done = subprocess.run(command(*flags), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
@@ -181,6 +196,9 @@ def refused(*flags: object) -> str:
         (["--config", "/nowhere/kvstore.toml"], "/nowhere/kvstore.toml"),
         (["--data-dir", "/proc/kvstore", "--disk-bytes", "16MiB"], "/proc/kvstore"),
         (["--set", "tenants.a.secret_files=/nowhere/secret"], "/nowhere/secret"),
+        (["--eviction-policy", "mru"], "expected one of survival, lru, lfu, fifo, s3fifo, sieve"),
+        (["--set", "quota.1.host_min=17MiB"], "quota.1.host_min is 17825792"),
+        (["--set", "quota.1.priority=-1"], "expected a number above 0"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(tmp_path, flags, expected):

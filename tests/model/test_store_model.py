@@ -1,7 +1,8 @@
 """The whole embedded store against a set of prefixes, over random steps, restarts included.
 
-With ample room every answer is known exactly. In a tight store blocks may leave at any time; then what is found must
-still be right, prefix-closed and no more than was stored, and nothing may leak. Both hold with slices of any size.
+With ample room every answer is known exactly. In a tight store, whose namespaces have quotas, blocks may leave at any
+time; then what is found must still be right, prefix-closed and no more than was stored, and nothing may leak. Both hold
+with slices of any size.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import itertools
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import kvstore
 from kvstore.radix.tree import RadixTree
+from kvstore.store import Quota, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.types import KvLayout, Namespace, Root
+
+if TYPE_CHECKING:
+    import kvstore
 
 BLOCK_TOKENS = 2
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=256, dtype="int8", block_tokens=BLOCK_TOKENS)  # 1 KiB a block
@@ -41,6 +45,7 @@ class StoreMachine(RuleBasedStateMachine):
     host_bytes = 8 * MIB
     disk_bytes = 64 * MIB
     stretch = 1  # how often a prompt is repeated to make it longer
+    quotas: tuple[Quota, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +54,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.store = kvstore.open(self.path, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
+        self.store = open_store(
+            self.path,
+            host_bytes=self.host_bytes,
+            disk_bytes=self.disk_bytes,
+            settings=StoreSettings(quotas=self.quotas),
+        )
         self.leases: list[tuple[kvstore.Lease, Place, list[int]]] = []
         self.pins: list[tuple[int, Place, Prefix]] = []
 
@@ -141,6 +151,29 @@ class StoreMachine(RuleBasedStateMachine):
         pin_id, _, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
         assert self.store.unpin(pin_id)
 
+    @rule(place=places, tokens=prompts, seconds=st.none() | st.floats(0, 1e6))
+    def hint(self, place: Place, tokens: list[int], seconds: float | None) -> None:
+        prompt = self.prompt(tokens)
+        told = self.store.hint_next_use(place[0], prompt, root=place[1], seconds=seconds)
+        self.check_told(told, place, tuple(prompt[: len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS]))
+
+    def check_told(self, told: int, place: Place, prefix: Prefix) -> None:
+        is_stored = prefix in self.stored[place]
+        while len(below := self.children(place, prefix)) == 1:
+            prefix = below[0]
+        if below or not is_stored:
+            assert told == 0
+            return
+        alone = 0
+        while prefix and len(self.children(place, prefix)) <= 1:
+            alone += 1
+            prefix = prefix[:-BLOCK_TOKENS]
+        assert told == alone
+
+    def children(self, place: Place, prefix: Prefix) -> list[Prefix]:
+        end = len(prefix)
+        return [stored for stored in self.stored[place] if len(stored) == end + BLOCK_TOKENS and stored[:end] == prefix]
+
     @rule(place=places, tokens=prompts, from_block=st.integers(0, 4))
     def evict(self, place: Place, tokens: list[int], from_block: int) -> None:
         prompt = self.prompt(tokens)
@@ -193,6 +226,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert tier.used_bytes <= tier.capacity_bytes
         assert (stats.stages, stats.corrupt_blocks) == (0, 0)
 
+    @invariant()
+    def no_namespace_is_above_its_limit(self) -> None:
+        for space in self.store._index.spaces():
+            assert space.host.reserved_bytes <= (space.quota.host_max or self.host_bytes)
+            assert space.disk.reserved_bytes <= (space.quota.disk_max or self.disk_bytes)
+
 
 class TightStoreMachine(StoreMachine):
     """A store in which almost nothing has room: blocks leave host memory, then the disk, all the time."""
@@ -200,6 +239,13 @@ class TightStoreMachine(StoreMachine):
     host_bytes = 48 * 1024
     disk_bytes = MIB
     stretch = 4
+    quotas = (
+        Quota(model="a", host_max=20 * 1024, disk_max=200 * 1024),
+        Quota(model="b", host_min=8 * 1024, disk_min=64 * 1024, priority=2.0),
+    )
+
+    def check_told(self, told: int, place: Place, prefix: Prefix) -> None:
+        assert told <= len(self.stored[place])
 
     def check_found(self, found: int, place: Place, tokens: list[int]) -> None:
         assert found <= self.depth(place, tokens)
