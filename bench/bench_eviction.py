@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     arguments = parser.parse_args()
     workload = make_workload(arguments.blocks, arguments.block_tokens)
-    rows = measure({name: FullTree(name, workload) for name in arguments.policies.split(",")}, workload, arguments.rounds)
+    rows = measure(
+        {name: FullTree(name, workload) for name in arguments.policies.split(",")}, workload, arguments.rounds
+    )
     for row in rows:
         print("  ".join(f"{name}={value}" for name, value in row.items()))
     if arguments.json:

@@ -31,7 +31,9 @@ SECOND = 1_000_000
 BIN_EDGES = [0.0, *(1.5**power for power in range(31)), float("inf")]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-commands = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40), st.integers(0, 12), st.integers(0, 3)), max_size=30)
+commands = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 40), st.integers(0, 12), st.integers(0, 3)), max_size=30
+)
 
 
 class Parts:
@@ -106,9 +108,8 @@ def test_runs_are_a_list_of_one_history_for_each_block(parts: Parts, begin: int,
             answer = parts.ask("runs", "truncate", first)
         else:
             answer = parts.ask("runs", "each", first, last)
-            visited = [
-                tick for tick, start, stop in zip(*[iter(numbers(answer[0]))] * 3, strict=True) for _ in range(start, stop)
-            ]
+            words = iter(numbers(answer[0]))
+            visited = [told for told, start, stop in zip(words, words, words, strict=True) for _ in range(start, stop)]
             assert ticks[first - begin : last - begin] == visited
         assert compressed(begin, ticks) == numbers(answer[1])
         for depth in range(begin, begin + len(ticks)):
@@ -151,9 +152,7 @@ def compare_ghosts(parts: Parts, naive: NaiveGhosts, op: int, first: int, tick: 
         assert naive.take(first << 32) == numbers(told[0])
     else:
         told = parts.ask("ghosts", "add", first << 32, tick, count, limit)
-        forgotten = [
-            gone for at in range(count) for gone in naive.add((first + at) << 32, tick + at, limit)
-        ]
+        forgotten = [gone for at in range(count) for gone in naive.add((first + at) << 32, tick + at, limit)]
         assert Counter(forgotten) == Counter(numbers(told[0]))
     assert [len(naive.ticks), 1] == numbers(told[1])
 
