@@ -61,11 +61,12 @@ struct RunsPart {
 
 struct GhostsPart {
   Ghosts ghosts;
+  size_t size_max = 0;
 
   void Do(const std::string& verb, std::istream& in, std::ostream& out) {
     uint64_t fingerprint = 0;
     in >> fingerprint;
-    if (verb == "new") ghosts = Ghosts();
+    if (verb == "new") *this = GhostsPart();
     if (verb == "add") {
       uint64_t tick = 0;
       uint64_t count = 0;
@@ -80,7 +81,8 @@ struct GhostsPart {
       const std::optional<History> taken = ghosts.Take(fingerprint);
       if (taken) out << taken->tick << ' ';
     }
-    out << "| " << ghosts.size() << ' ' << (ghosts.bytes() <= 200 * ghosts.size() + 4096);
+    size_max = std::max(size_max, ghosts.size() + 1);
+    out << "| " << ghosts.size() << ' ' << (ghosts.bytes() <= 160 * size_max + 4096);
   }
 };
 
