@@ -140,6 +140,21 @@ class KvStore(Protocol):
         """End a pin; false if there is none of that id (any more)."""
         ...
 
+    def hint_next_use(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, seconds: float | None
+    ) -> int:
+        """Tell the eviction policy when a prompt will be used again, in `seconds` from now; None says never.
+
+        It is told of what this prompt, and what was appended to it, do not share with others: no block where not all
+        whole blocks of `tokens` are stored. Returns how many blocks these are. A hint protects nothing, and a policy
+        may ignore it; pin what must stay. Raises InvalidArgumentError for negative, huge or undefined seconds.
+        """
+        ...
+
+    def end_session(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> int:
+        """Say that a conversation is over: `hint_next_use` with None."""
+        ...
+
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
         """Drop the blocks of this prefix from `from_block` on, with all that was stored below them, from every tier.
 

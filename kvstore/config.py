@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
 import os
 import re
 import tomllib
@@ -31,6 +32,8 @@ _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
 _SECONDS_MAX = 30 * 86400
+# Those of kvstore.radix, which is too high up to be imported here.
+EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
 
 
 class Kind(enum.Enum):
@@ -40,6 +43,7 @@ class Kind(enum.Enum):
     DURATION = "seconds"
     COUNT = "count"
     RATIO = "ratio"
+    FACTOR = "factor"
     TEXT = "text"
     LIST = "list"
 
@@ -170,6 +174,35 @@ class StoreConfig:
     room_seconds_max: float = _time_limit(2.0, "How long a store waits for host memory to be made free.")
     stage_seconds_max: float = _time_limit(600.0, "Age at which a store that was begun is aborted.")
     lease_seconds_max: float = _time_limit(3600.0, "Age at which a lease is ended.")
+    eviction_policy: str = _setting(
+        EVICTION_POLICIES[0],
+        Kind.TEXT,
+        "What leaves first where room is short: survival, or lru, lfu, fifo, s3fifo and sieve to compare with.",
+        choices=EVICTION_POLICIES,
+    )
+
+
+def _least(tier: str) -> Any:  # noqa: ANN401  # as dataclasses.field
+    return _setting(0, Kind.SIZE, f"Bytes of blocks {tier} of which others take nothing.", maximum=_SIZE_BYTES_MAX)
+
+
+def _most(tier: str) -> Any:  # noqa: ANN401  # as dataclasses.field
+    return _setting(None, Kind.SIZE, f"Most bytes that it takes up {tier}.", maximum=_SIZE_BYTES_MAX, auto="no limit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaConfig:
+    """What each namespace that fits may have; the store's Quota has the same. The first one that fits holds."""
+
+    tenant: str = _setting("", Kind.TEXT, "Fits namespaces of this tenant; empty: of any.")
+    model: str = _setting("", Kind.TEXT, "Fits namespaces of this model; empty: of any.")
+    host_min: int = _least("in host memory")
+    host_max: int | None = _most("in host memory")
+    disk_min: int = _least("on disk")
+    disk_max: int | None = _most("on disk")
+    priority: float = _setting(
+        1.0, Kind.FACTOR, "What its blocks are worth counts so many times, compared with others'; above 0."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,8 +250,14 @@ class Config:
     store: StoreConfig = field(default_factory=StoreConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict, metadata={"by_name": TenantConfig})
+    quota: Mapping[str, QuotaConfig] = field(default_factory=dict, metadata={"by_name": QuotaConfig})
     events: EventsConfig = field(default_factory=EventsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def quotas(self) -> tuple[QuotaConfig, ...]:
+        """Quotas in their order: the tables `[[quota]]` as the file has them, then those with names of their own."""
+        return tuple(self.quota[name] for name in sorted(self.quota, key=_by_number))
 
     @property
     def disk_bytes(self) -> int:
@@ -375,8 +414,11 @@ def _file_values(file: Path) -> dict[str, object]:
 
 
 def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    """Full keys and their values. The tables of an array have numbers from 1 on as their names."""
     for name, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            yield from _flatten({str(number): item for number, item in enumerate(value, 1)}, f"{prefix}{name}.")
+        elif isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
@@ -423,6 +465,14 @@ def _as_ratio(value: object) -> float:
     return float(text)
 
 
+def _as_factor(value: object) -> float:
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value, re.ASCII):
+        value = float(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError("expected a number above 0, such as 0.5 or 2")
+    return float(value)
+
+
 def _as_count(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -452,6 +502,7 @@ _PARSERS: dict[Kind, Callable[[object], object]] = {
     Kind.DURATION: _as_duration,
     Kind.COUNT: _as_count,
     Kind.RATIO: _as_ratio,
+    Kind.FACTOR: _as_factor,
     Kind.TEXT: _as_text,
     Kind.LIST: _as_list,
 }
@@ -473,6 +524,11 @@ def _build(section: type[Any], prefix: str, values: Mapping[str, object]) -> Any
     return section(**built)
 
 
+def _by_number(name: str) -> tuple[bool, int, str]:
+    is_number = name.isascii() and name.isdigit()
+    return (not is_number, int(name) if is_number else 0, name)
+
+
 def _names(prefix: str, values: Mapping[str, object]) -> list[str]:
     return sorted({key.removeprefix(prefix).rpartition(".")[0] for key in values if key.startswith(prefix)})
 
@@ -487,6 +543,20 @@ def _check(config: Config) -> None:
         )
     if config.tiers.disk.capacity_bytes and not config.data_dir:
         raise ConfigError("tiers.disk.capacity_bytes is set without data_dir; say where the files go (--data-dir)")
+    _check_quotas(config)
+
+
+def _check_quotas(config: Config) -> None:
+    capacities = (("host", config.tiers.host.capacity_bytes), ("disk", config.disk_bytes))
+    for name, quota in config.quota.items():
+        for tier, capacity in capacities:
+            least, most = getattr(quota, f"{tier}_min"), getattr(quota, f"{tier}_max")
+            if most is not None and least > most:
+                raise ConfigError(f"quota.{name}.{tier}_min is {least}, expected at most {tier}_max, which is {most}")
+            if capacity is not None and least > capacity:
+                raise ConfigError(
+                    f"quota.{name}.{tier}_min is {least}, expected at most the tier's capacity, which is {capacity}"
+                )
 
 
 def _origins(chosen: Mapping[str, tuple[object, str]]) -> Iterator[Origin]:

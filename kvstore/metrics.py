@@ -123,6 +123,23 @@ STORE_METRICS = (
     StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: _single(stats.stages)),
     StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: _single(stats.pins)),
     StoreMetric("kvstore_index_bytes", "Memory of the index.", lambda stats: _single(stats.index_bytes)),
+    StoreMetric(
+        "kvstore_policy_bytes",
+        "Memory of what the eviction policy has learnt, and remembers of blocks that left.",
+        lambda stats: _single(stats.policy_bytes),
+    ),
+    StoreMetric(
+        "kvstore_what_if_capacity_bytes",
+        "A capacity that a tier could have, by its ratio to the one that it has.",
+        lambda stats: (((row.tier, f"{row.scale:g}"), row.capacity_bytes) for row in stats.what_if),
+        ("tier", "scale"),
+    ),
+    StoreMetric(
+        "kvstore_what_if_hit_ratio",
+        "Estimated share of the tokens looked up that would be found with that capacity, in this tier or one before it.",
+        lambda stats: (((row.tier, f"{row.scale:g}"), row.hit_rate) for row in stats.what_if),
+        ("tier", "scale"),
+    ),
 )
 CALL_SECONDS = "kvstore_call_seconds"
 CALL_SECONDS_SENTENCE = "Duration of calls, by method and status."

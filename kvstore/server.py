@@ -25,12 +25,13 @@ from kvstore.config import Config, read_secret
 from kvstore.log_lines import log_to_stderr
 from kvstore.metrics import CallMetrics, MetricsPage, make_registry
 from kvstore.quantities import format_size
-from kvstore.store import StoreSettings, open_store
+from kvstore.store import Quota, StoreSettings, open_store
 from kvstore.tiers.memory_limit import memory_limit
 from kvstore.transport.limits import ServiceLimits
 from kvstore.transport.server import GrpcServer
 
 if TYPE_CHECKING:
+    from kvstore.config import QuotaConfig
     from kvstore.store import Store
 
 HOST_BYTES_MIN = 64 * 2**20
@@ -100,8 +101,17 @@ def _open(config: Config) -> Store:
         config.data_dir or None,
         host_bytes=host_bytes(config),
         disk_bytes=config.disk_bytes,
-        settings=StoreSettings(events_bytes=config.events.capacity_bytes, **asdict(config.store)),
+        settings=StoreSettings(
+            events_bytes=config.events.capacity_bytes,
+            quotas=tuple(_quota(quota) for quota in config.quotas),
+            **asdict(config.store),
+        ),
     )
+
+
+def _quota(quota: QuotaConfig) -> Quota:
+    values = asdict(quota)
+    return Quota(**{**values, "tenant": quota.tenant or None, "model": quota.model or None})
 
 
 async def _serve(config: Config, store: Store, server: GrpcServer, page: MetricsPage | None, ready: TextIO) -> None:

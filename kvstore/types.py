@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from kvstore.errors import InvalidLayoutError, InvalidNamespaceError
+from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     BlockIds = NDArray[np.uint32]
     Slots = NDArray[np.uint32]
 
+SECONDS_MAX = 1e9
 DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -231,11 +232,25 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What a tier with `scale` times the capacity that it has would have found: `hit_rate`, 0..1, of the tokens looked up.
+
+    Hits in the tiers before it count too. An estimate from miniatures of the tier, made since it was full.
+    """
+
+    tier: str
+    scale: float
+    capacity_bytes: int
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A snapshot of what a store holds and has done since its start. Hits are counted in tokens.
 
     `hit_tokens` and `loaded_tokens` are by tier name, `rejected_blocks` and `evicted_blocks` by reason, `disk_faults`
-    by kind: what the disk did wrong, each a miss or a refused store.
+    by kind: what the disk did wrong, each a miss or a refused store. `what_if` is empty until a tier is full, and with an
+    eviction policy that does not rehearse.
     """
 
     tiers: dict[str, TierStats]
@@ -254,6 +269,8 @@ class StoreStats:
     stages: int
     pins: int
     index_bytes: int
+    policy_bytes: int
+    what_if: tuple[WhatIf, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +286,13 @@ def require_namespace(namespace: object) -> None:
     """Raise InvalidNamespaceError unless it is a Namespace: for interfaces that untyped callers use."""
     if not isinstance(namespace, Namespace):
         raise InvalidNamespaceError(f"namespace is a {type(namespace).__name__}, expected a kvstore.Namespace")
+
+
+def require_seconds(seconds: object, name: str) -> float:
+    """The seconds until something; raises InvalidArgumentError unless they are a number of 0 or more, below 1e9."""
+    if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < SECONDS_MAX:
+        return float(seconds)
+    raise InvalidArgumentError(f"{name} is {seconds!r}, expected seconds, at least 0 and below 1e9, or None for never")
 
 
 def require_root(root: object) -> None:

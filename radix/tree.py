@@ -133,6 +133,11 @@ class RadixTree:
         return self._native.memory_bytes
 
     @property
+    def policy_name(self) -> str:
+        """The eviction policy, one of POLICIES."""
+        return self._native.policy_name
+
+    @property
     def policy_bytes(self) -> int:
         """Bytes of what the eviction policy has learnt, and remembers of blocks that left. Bounded."""
         return self._native.policy_bytes
@@ -219,13 +224,13 @@ class RadixTree:
         """
         return self._native.victim_value(_index_of(tier), tick)
 
-    def rehearsed(self) -> tuple[float, list[tuple[int, float, float]]]:
-        """Blocks looked up since the tree was first full, and what caches of several sizes would have found of them.
+    def rehearsed(self, tier: Tier) -> tuple[float, float, list[tuple[int, float]]]:
+        """What other capacities of `tier` would have found: (blocks looked up, blocks found, [(capacity, blocks found)]).
 
-        For each size (capacity in blocks, blocks found by the survival index, blocks found by recency). Empty while
-        nothing had to leave yet, and for policies that do not rehearse.
+        Found is what was in `tier` or in one before it. Counted since `tier` was full; the list is empty until then, and for policies that do not rehearse. The
+        capacities are a quarter, a half, one, two and four times the blocks that the tier has.
         """
-        return self._native.rehearsed()
+        return self._native.rehearsed(_index_of(tier))
 
     def value_of(self, block_id: int, tick: int) -> float:
         """What a block in the tree is worth; see `victim_value`. 0 for one that was removed."""
@@ -314,6 +319,34 @@ class RadixTree:
     def root_of(self, block_id: int) -> bytes:
         """Root key of the prefix that the block belongs to."""
         return self._native.root_of(block_id)
+
+    def save_tables(self, first: int = 0) -> tuple[bytes, int | None]:
+        """A slice of what the policy has learnt, from `first` on; then where to go on, None where that was all.
+
+        The slices joined are what `restore` takes. The tree may change between them: of what changes it is open how
+        much is saved.
+        """
+        return self._native.save_tables(first)
+
+    def save_runs(self, tier: Tier, first: int = 0) -> tuple[bytes, int | None]:
+        """The same of the histories of the runs that have their first block in `tier`; 40 bytes each.
+
+        Makes the keys of those blocks: O(blocks above them) hashes in all slices together.
+        """
+        return self._native.save_runs(_index_of(tier), first)
+
+    def save_ghosts(self, first: int = 0) -> tuple[bytes, int | None]:
+        """The same of the histories of blocks that left, which mean something to trees of one `hash_seed` only."""
+        return self._native.save_ghosts(first)
+
+    def restore(self, tables: bytes, runs: bytes, ghosts: bytes, *, shift: int, tick: int) -> None:
+        """Give the policy back what it knew, after the blocks of which it was saved were staged and placed again.
+
+        `shift` is added to the saved ticks. Blocks that were not saved are as new at `tick`; saved ones that are not
+        in the tree are forgotten. Raises ValueError, with nothing changed, for bytes that a tree of this policy did
+        not save. Not in slices: for a tree that nobody else uses yet. O(blocks + runs), one hash for each block.
+        """
+        self._native.restore(tables, runs, ghosts, shift, tick)
 
     def check_integrity(self) -> list[str]:
         """A sentence for each invariant that does not hold, the first hundred; empty when all is well.

@@ -53,6 +53,21 @@ class Pool(Protocol):
         ...
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes that a block takes up."""
+        ...
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the extents or slabs that the pool holds now."""
+        ...
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether its own limit, not the tier's capacity, keeps the pool from another extent."""
+        ...
+
+    @property
     def free_slots(self) -> int:
         """Slots that allocate() can hand out without another extent."""
         ...

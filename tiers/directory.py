@@ -29,6 +29,7 @@ class DataDirectory:
         self.secret_path = path / "secret"
         self.index_path = path / "index"
         self.slabs_path = path / "slabs"
+        self.policy_path = path / "policy"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = _lock(path / "LOCK")
         try:

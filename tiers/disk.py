@@ -16,6 +16,7 @@ from kvstore.tiers.disk_pool import DiskPool, DiskServices
 from kvstore.tiers.faults import DiskFault, FaultCounts
 from kvstore.tiers.file_io import SystemIo
 from kvstore.tiers.manifest import Manifest, read_rows, row_key
+from kvstore.tiers.policy_files import PolicyFiles
 from kvstore.tiers.recovery import blocks_from_rows, blocks_from_slabs, newest_copies
 from kvstore.tiers.slab import PARTS_MAX, slot_geometry
 from kvstore.tiers.slab_folder import SlabFolder
@@ -68,6 +69,7 @@ class DiskTier:
         self._superblock = superblock
         self._services = services
         self._secret = directory.secret(io)
+        self.policy_files = PolicyFiles(io, directory.policy_path, services.faults, services.folder.policy_bytes_max)
         self._superblock_lock = threading.Lock()
         self._lock = threading.Lock()
         self._pools: dict[bytes, DiskPool] = {}
@@ -128,8 +130,9 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        """Real bytes of the slab files and the index."""
-        return self._services.folder.file_bytes + self._services.manifest.file_bytes
+        """Real bytes of the slab files, the index and the policy files."""
+        services = self._services
+        return services.folder.file_bytes + services.manifest.file_bytes + self.policy_files.file_bytes
 
     @property
     def direct_io(self) -> bool:
@@ -146,8 +149,13 @@ class DiskTier:
         """I/O buffers in use now; 0 when nothing moves."""
         return self._services.transfer.busy_buffers
 
-    def pool(self, ns_id: bytes, part_sizes: tuple[int, ...], block_tokens: int) -> DiskPool:
-        """The pool of a namespace, made at the first call. Raises LayoutMismatchError if it has other blocks."""
+    def pool(
+        self, ns_id: bytes, part_sizes: tuple[int, ...], block_tokens: int, *, bytes_max: int | None = None
+    ) -> DiskPool:
+        """The pool of a namespace, made at the first call. Raises LayoutMismatchError if it has other blocks.
+
+        From a call with `bytes_max` on it makes no slab that would bring its slabs above so many bytes.
+        """
         if len(part_sizes) > PARTS_MAX:
             raise InvalidLayoutError(f"a block has {len(part_sizes)} parts, the disk tier takes at most {PARTS_MAX}")
         with self._lock:
@@ -162,6 +170,8 @@ class DiskTier:
                 f"namespace {ns_id.hex()} has blocks of {pool.block_tokens} tokens with parts of {pool.part_sizes} "
                 f"bytes on disk, not {block_tokens} with {part_sizes}"
             )
+        if bytes_max is not None:
+            pool.bytes_max = bytes_max
         return pool
 
     def recovered_namespaces(self) -> list[RecoveredNamespace]:
@@ -187,6 +197,7 @@ class DiskTier:
             if pool is None or pool.used_slots:
                 return
             del self._pools[ns_id]
+        self.policy_files.remove(ns_id)
         for slot_range in pool.ranges():
             pool.give_back(slot_range)
 
@@ -211,6 +222,7 @@ class DiskTier:
                 if pool is not None:
                     pool.generation = generation
                 untaken = self._recovered.pop(ns_id, [])
+        self.policy_files.remove(ns_id)
         if pool is not None and untaken:
             pool.free(as_slots([block.slot for block in untaken]))
 
@@ -248,6 +260,7 @@ class DiskTier:
             recovered = pool.adopt(slab, by_slab.get(slab.number, ()))
             if recovered:
                 self._recovered.setdefault(header.ns_id, []).extend(recovered)
+        self.policy_files.keep(self._recovered)
 
     def _sync(self) -> None:
         synced = [self._services.transfer.sync(slab) for slab in self._services.folder.open_slabs()]

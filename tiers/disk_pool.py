@@ -11,6 +11,7 @@ import numpy as np
 from kvstore.tiers.base import RecoveredBlock
 from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.manifest import row_key
+from kvstore.tiers.slab import slab_bytes
 from kvstore.tiers.slots import HolderTable, SlotMap, as_slots
 from kvstore.tiers.transfer import Occupant
 
@@ -51,6 +52,7 @@ class DiskPool:
 
     def __init__(self, ns_id: bytes, geometry: SlotGeometry, generation: int, services: DiskServices) -> None:
         self.generation = generation
+        self.bytes_max: int | None = None  # of all slabs; those that are there already stay
         self._ns_id = ns_id
         self._geometry = geometry
         self._services = services
@@ -71,6 +73,23 @@ class DiskPool:
     def block_tokens(self) -> int:
         """Tokens of each block."""
         return self._geometry.block_tokens
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slab that a block takes up."""
+        return self._geometry.slot_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Real bytes of the pool's slab files."""
+        return sum(self.range_bytes(slot_range) for slot_range in self.ranges())
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether its own limit, not the tier's capacity, keeps the pool from another slab."""
+        if self.bytes_max is None:
+            return False
+        return self.bytes_max - self.reserved_bytes < slab_bytes(self._geometry, 1)
 
     @property
     def free_slots(self) -> int:
@@ -123,6 +142,10 @@ class DiskPool:
         """The slabs the pool holds now."""
         with self._lock:
             return self._slots.ranges()
+
+    def range_bytes(self, slot_range: SlotRange) -> int:
+        """Real bytes of a slab's file."""
+        return slab_bytes(self._geometry, slot_range.count)
 
     def give_back(self, slot_range: SlotRange) -> bool:
         """Delete one slab if all its slots are free; false and unchanged otherwise."""
@@ -213,7 +236,8 @@ class DiskPool:
         with self._grow_lock:
             if self.free_slots >= count:
                 return True
-            slab = self._services.folder.create(self._ns_id, self._geometry)
+            left_bytes = None if self.bytes_max is None else self.bytes_max - self.reserved_bytes
+            slab = self._services.folder.create(self._ns_id, self._geometry, left_bytes)
             if slab is None:
                 return False
             with self._lock:

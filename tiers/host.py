@@ -74,14 +74,17 @@ class HostTier:
         """How often the system refused the memory of an extent that the capacity would have allowed."""
         return self._budget.refused_extents
 
-    def pool(self, ns_id: bytes, part_sizes: tuple[int, ...]) -> HostPool:
-        """The pool of a namespace, made at the first call. Raises LayoutMismatchError if it has other part sizes."""
+    def pool(self, ns_id: bytes, part_sizes: tuple[int, ...], *, bytes_max: int | None = None) -> HostPool:
+        """The pool of a namespace, made at the first call. Raises LayoutMismatchError if it has other part sizes.
+
+        Its extents never take more than `bytes_max`, as the first call says.
+        """
         with self._lock:
             if self._closed:
                 raise ClosedError("the host tier is closed")
             pool = self._pools.get(ns_id)
             if pool is None:
-                pool = self._pools[ns_id] = HostPool(part_sizes, self._budget, self._freed_fill)
+                pool = self._pools[ns_id] = HostPool(part_sizes, self._budget, self._freed_fill, bytes_max)
         if pool.part_sizes != part_sizes:
             raise LayoutMismatchError(
                 f"namespace {ns_id.hex()} has parts of {pool.part_sizes} bytes in host memory, not {part_sizes}"
@@ -113,13 +116,20 @@ class HostPool:
     Thread-safe. Copies take no lock: slots belong to their caller, and extents with used slots never go away.
     """
 
-    def __init__(self, part_sizes: tuple[int, ...], budget: _ExtentBudget, freed_fill: int | None) -> None:
+    def __init__(
+        self,
+        part_sizes: tuple[int, ...],
+        budget: _ExtentBudget,
+        freed_fill: int | None,
+        bytes_max: int | None = None,
+    ) -> None:
         assert part_sizes, "a block has at least one part"
         assert min(part_sizes) > 0, part_sizes
         self._part_sizes = part_sizes
         self._block_bytes = sum(part_sizes)
         self._budget = budget
         self._freed_fill = freed_fill
+        self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._slots = SlotMap()
         self._table: HolderTable[_Extent] = HolderTable()
@@ -134,6 +144,23 @@ class HostPool:
     def block_bytes(self) -> int:
         """Exact bytes of a whole block."""
         return self._block_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of memory that a block takes up."""
+        return self._block_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the extents that the pool holds now."""
+        with self._lock:
+            return self._reserved_bytes()
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether its own limit, not the tier's capacity, keeps the pool from another extent."""
+        with self._lock:
+            return self._bytes_max is not None and self._bytes_max - self._reserved_bytes() < self._block_bytes
 
     @property
     def free_slots(self) -> int:
@@ -153,6 +180,16 @@ class HostPool:
             while self._slots.free_slots < count and self._grow():
                 pass
             return self._slots.take(count)
+
+    def allocate_outside(self, extent: SlotRange, count: int) -> Slots:
+        """Up to `count` free slots of the other extents, as they are."""
+        with self._lock:
+            return self._slots.take(count, outside=extent)
+
+    def used_in(self, extent: SlotRange) -> int:
+        """Used slots of one extent."""
+        with self._lock:
+            return self._slots.used_in(extent)
 
     def free(self, slots: Slots) -> None:
         """Give slots back; their bytes are undefined from now on. Freeing a slot twice is a programming error."""
@@ -215,8 +252,12 @@ class HostPool:
                 yield inside, rows[run.start : run.start + run.count, offset : offset + size]
                 offset += size
 
+    def _reserved_bytes(self) -> int:
+        return (self._slots.used_slots + self._slots.free_slots) * self._block_bytes
+
     def _grow(self) -> bool:
-        count = 0 if self._closed else self._budget.claim(self._block_bytes)
+        left_bytes = None if self._bytes_max is None else self._bytes_max - self._reserved_bytes()
+        count = 0 if self._closed else self._budget.claim(self._block_bytes, left_bytes)
         if count == 0:
             return False
         try:
@@ -238,10 +279,12 @@ class _ExtentBudget:
         self._extent_bytes = extent_bytes
         self._lock = threading.Lock()
 
-    def claim(self, block_bytes: int) -> int:
+    def claim(self, block_bytes: int, bytes_max: int | None) -> int:
         """Reserve an extent and return its slots: the usual size, at least one slot, at most what is left."""
         with self._lock:
             left_bytes = self.capacity_bytes - self.reserved_bytes
+            if bytes_max is not None:
+                left_bytes = min(left_bytes, bytes_max)
             count = min(max(self._extent_bytes, block_bytes), left_bytes) // block_bytes
             self.reserved_bytes += count * block_bytes
             return count

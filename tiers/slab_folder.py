@@ -25,6 +25,8 @@ SLAB_BYTES_MAX = 64 << 20
 FREE_FLOOR_BYTES = 64 << 20
 # Superblock, secret and lock, with their temporary files.
 METADATA_BYTES = 128 << 10
+# What policy files may take of the capacity: 40 bytes for each run of blocks, twice while one is replaced.
+POLICY_SHARE = 128
 
 _NAME = re.compile(r"slab-(\d{8,10})\.kvs")
 _NAME_UNFINISHED = re.compile(r"slab-\d{8,10}\.kvs\.new")
@@ -63,15 +65,25 @@ class SlabFolder:
         return bool(self._flags & os.O_DIRECT)
 
     @property
+    def policy_bytes_max(self) -> int:
+        """Bytes that no slab is made of, for the files of the eviction policy."""
+        return self.capacity_bytes // POLICY_SHARE
+
+    @property
     def file_bytes(self) -> int:
         """Real bytes of all slab files."""
         return self._file_bytes
 
-    def create(self, ns_id: bytes, geometry: SlotGeometry) -> Slab | None:
-        """A new, preallocated slab; None when the capacity or the file system has no room for it, and after close()."""
+    def create(self, ns_id: bytes, geometry: SlotGeometry, bytes_max: int | None = None) -> Slab | None:
+        """A new, preallocated slab of at most `bytes_max`.
+
+        None when that, the capacity or the file system has no room for one, and after close().
+        """
         with self._lock:
             slot_count = 0 if self._closed else self._affordable_slots(geometry)
-            if slot_count == 0:
+            if bytes_max is not None:
+                slot_count = min(slot_count, (bytes_max - slab_bytes(geometry, 0)) // geometry.slot_bytes)
+            if slot_count <= 0:
                 return None
             header = SlabHeader(self._next_number, ns_id, slot_count, geometry.part_sizes, geometry.block_tokens)
             path = self._path / f"slab-{header.number:08d}.kvs"
@@ -192,7 +204,7 @@ class SlabFolder:
             return 0
 
     def _left_bytes(self) -> int:
-        return self.capacity_bytes - METADATA_BYTES - self._row_bytes - self._file_bytes
+        return self.capacity_bytes - METADATA_BYTES - self.policy_bytes_max - self._row_bytes - self._file_bytes
 
     def _charge(self, geometry: SlotGeometry, slot_count: int) -> None:
         """Charge a slab, or refund it where `slot_count` is negative."""

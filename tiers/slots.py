@@ -79,13 +79,23 @@ class SlotMap:
         self._slot_count -= item.count
         return True
 
-    def take(self, count: int) -> Slots:
-        """Up to `count` slots, the lowest free ones, in ascending order. O(count) unless the ranges are fragmented."""
+    def used_in(self, slot_range: SlotRange) -> int:
+        """Used slots of one range; 0 if it is not there."""
+        item = next((item for item in self._ranges if item.first == slot_range.first), None)
+        return 0 if item is None else item.count - item.free_count
+
+    def take(self, count: int, *, outside: SlotRange | None = None) -> Slots:
+        """Up to `count` slots, the lowest free ones, in ascending order. O(count) unless the ranges are fragmented.
+
+        None of them lies in the range `outside`.
+        """
         taken: list[IndexArray] = []
         missing = min(count, self._free_count)
         for item in self._ranges:
             if missing == 0:
                 break
+            if outside is not None and item.first == outside.first:
+                continue
             for found in item.take(missing):
                 taken.append(found + item.first)
                 missing -= len(found)

@@ -15,7 +15,7 @@ from kvstore.transport import convert
 from kvstore.transport.address import parse_address
 from kvstore.transport.connection import CACHE, Connection, Deadlines
 from kvstore.transport.remote import RemoteLease, RemoteStage
-from kvstore.types import PLAIN_ROOT, PrefixMatch, Verification
+from kvstore.types import PLAIN_ROOT, PrefixMatch, Verification, require_seconds
 from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -125,6 +125,26 @@ class Client:
         _check_range(pin_id, _UINT64_MAX, "pin_id")
         request = admin_pb.UnpinRequest(pin_id=pin_id)
         return self._call(lambda connection: connection.call(ADMIN, "Unpin", request, admin_pb.UnpinResponse)).found
+
+    def hint_next_use(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, seconds: float | None
+    ) -> int:
+        """Tell when a prompt will be used again; None says never."""
+        prompt = as_token_array(tokens)
+        request = pb.HintRequest(end=pb.SessionEnd())
+        if seconds is not None:
+            convert.set_duration(request.next, require_seconds(seconds, "seconds"), "seconds")
+
+        def attempt(connection: Connection) -> int:
+            request.session_id = connection.session.session_id
+            request.prompt.CopyFrom(convert.prompt_to_proto(connection.ns_id(namespace), root, prompt))
+            return connection.call(CACHE, "Hint", request, pb.HintResponse).blocks
+
+        return self._call(attempt)
+
+    def end_session(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> int:
+        """Say that a conversation is over."""
+        return self.hint_next_use(namespace, tokens, root=root, seconds=None)
 
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
         """Drop a prefix from `from_block` on."""

@@ -21,6 +21,7 @@ from kvstore.types import (
     Tier,
     TierRun,
     TierStats,
+    WhatIf,
     require_root,
 )
 from kvstore.v1 import admin_service_pb2, block_pb2, cache_service_pb2
@@ -47,6 +48,7 @@ _SIMPLE_STATS = (
     "stages",
     "pins",
     "index_bytes",
+    "policy_bytes",
 )
 _MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults")
 
@@ -152,6 +154,16 @@ def duration_seconds(message: Duration) -> float:
     return float(message.seconds) + float(message.nanos) / 1e9
 
 
+def hinted_seconds(message: cache_service_pb2.HintRequest) -> float | None:
+    """When a prompt will be used again; None is never. Raises InvalidArgumentError if the hint does not say."""
+    match message.WhichOneof("use"):
+        case "next":
+            return duration_seconds(message.next)
+        case "end":
+            return None
+    raise InvalidArgumentError("the hint says neither when the prompt will be used again nor that it will not")
+
+
 def stats_to_proto(stats: StoreStats) -> block_pb2.StoreStats:
     """All counters."""
     message = block_pb2.StoreStats(
@@ -160,6 +172,10 @@ def stats_to_proto(stats: StoreStats) -> block_pb2.StoreStats:
     for name, tier in stats.tiers.items():
         message.tiers[name].MergeFrom(
             block_pb2.TierStats(capacity_bytes=tier.capacity_bytes, used_bytes=tier.used_bytes, blocks=tier.blocks)
+        )
+    for row in stats.what_if:
+        message.what_if.add(
+            tier=row.tier, scale=row.scale, capacity_bytes=row.capacity_bytes, hit_rate=row.hit_rate
         )
     return message
 
@@ -175,6 +191,7 @@ def stats_from_proto(message: block_pb2.StoreStats) -> StoreStats:
         rejected_blocks=dict(message.rejected_blocks),
         evicted_blocks=dict(message.evicted_blocks),
         disk_faults=dict(message.disk_faults),
+        what_if=tuple(WhatIf(row.tier, row.scale, row.capacity_bytes, row.hit_rate) for row in message.what_if),
         **{name: getattr(message, name) for name in _SIMPLE_STATS},
     )
 

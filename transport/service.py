@@ -143,6 +143,15 @@ class CacheService:
         )
         return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
 
+    async def hint(self, request: pb.HintRequest) -> pb.HintResponse:
+        """Tell when a prompt will be used again."""
+        namespace = self._namespace(request)
+        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        root = convert.root_from_proto(request.prompt.root)
+        seconds = convert.hinted_seconds(request)
+        hint = partial(self._store.hint_next_use, namespace, tokens, root=root, seconds=seconds)
+        return pb.HintResponse(blocks=await self._state.short.run(hint))
+
     async def lease(self, request: pb.LeaseRequest) -> pb.LeaseResponse:
         """Protect a match; a lease whose caller is gone before the answer ends at once."""
         session = self._state.sessions.get(request.session_id)
@@ -309,7 +318,7 @@ class CacheService:
     def _events(self, after: int, limit: int, wait_seconds: float) -> block_pb2.EventPage:
         return convert.page_to_proto(self._store.events(after=after, limit=limit, wait_seconds=wait_seconds))
 
-    def _namespace(self, request: pb.MatchRequest | pb.LeaseRequest | pb.StageRequest) -> Namespace:
+    def _namespace(self, request: pb.MatchRequest | pb.HintRequest | pb.LeaseRequest | pb.StageRequest) -> Namespace:
         return self._state.sessions.get(request.session_id).namespace(request.prompt.ns_id)
 
     def _row_bytes(self, layout: KvLayout, part: int | None) -> int:

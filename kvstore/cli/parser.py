@@ -18,6 +18,7 @@ SERVE_FLAGS = {
     "host_bytes": "tiers.host.capacity_bytes",
     "disk_bytes": "tiers.disk.capacity_bytes",
     "metrics": "server.metrics_address",
+    "eviction_policy": "store.eviction_policy",
 }
 
 
@@ -49,6 +50,7 @@ def _add_serve(commands: Commands) -> None:
     serve.add_argument("--host-bytes", metavar="SIZE", help="host memory for blocks, such as 64MiB")
     serve.add_argument("--disk-bytes", metavar="SIZE", help="disk space for blocks, such as 1GiB; 0: no disk tier")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics for Prometheus here")
+    serve.add_argument("--eviction-policy", metavar="NAME", help="what leaves first where room is short")
     _add_set(serve)
 
 
@@ -66,7 +68,8 @@ def _add_demo(commands: Commands) -> None:
 
 def _add_looking(commands: Commands) -> None:
     _add_remote(commands, "status", "Say whether the sidecar serves, and its version.")
-    _add_remote(commands, "stats", "Occupancy and counters since the start of the sidecar.")
+    stats = _add_remote(commands, "stats", "Occupancy and counters since the start of the sidecar.")
+    stats.add_argument("--what-if", action="store_true", help="what other capacities would have found instead")
     match = _add_remote(commands, "match", "How much of a prompt is stored, and where. Changes no recency.")
     _add_prompt(match)
     _add_remote(commands, "verify", "Check every invariant of the index; exit code 1 if one is broken.")

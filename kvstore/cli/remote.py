@@ -38,7 +38,9 @@ def stats(arguments: argparse.Namespace) -> int:
     """Occupancy and counters."""
     with _connect(arguments) as client:
         snapshot = client.stats()
-    if arguments.json:
+    if arguments.what_if:
+        _show_what_if(arguments, snapshot)
+    elif arguments.json:
         print_json(asdict(snapshot))
     else:
         _print_stats(snapshot)
@@ -166,8 +168,21 @@ def _print_stats(snapshot: StoreStats) -> None:
     print_table(("counter", "value"), [row for name, value in asdict(snapshot).items() for row in _rows(name, value)])
 
 
+def _show_what_if(arguments: argparse.Namespace, snapshot: StoreStats) -> None:
+    if arguments.json:
+        print_json([asdict(row) for row in snapshot.what_if])
+    elif not snapshot.what_if:
+        print("no tier has been full yet: more capacity would change nothing so far")
+    else:
+        rows = [
+            (row.tier, f"{row.scale:g}", format_size(row.capacity_bytes), f"{row.hit_rate:.1%}")
+            for row in snapshot.what_if
+        ]
+        print_table(("tier", "scale", "capacity", "hit rate"), rows)
+
+
 def _rows(name: str, value: object) -> Sequence[tuple[str, object]]:
-    if name == "tiers":
+    if name in ("tiers", "what_if"):
         return ()
     if isinstance(value, dict) and value:
         return [(f"{name}.{label}", count) for label, count in sorted(value.items())]

@@ -31,7 +31,8 @@ class Trace:
 
     A block is a prefix: an id that the file lists behind different blocks is several of them, with numbers of their
     own. `split` blocks are made of each block of the file; `block_tokens` and `unique_blocks` are those of the made
-    ones. `_paths[_starts[i] : _starts[i + 1]]` are the prefixes of request i, the shortest first.
+    ones. Where no request has a time, `seconds` counts one for each. `_paths[_starts[i] : _starts[i + 1]]` are the
+    prefixes of request i, the shortest first.
     """
 
     name: str
@@ -106,14 +107,19 @@ def assemble_trace(
     paths, prefix_count = _number_prefixes(dense, starts, int(unique_ids.size))
     if prefix_count * split > _NUMBERS_MAX:
         raise TraceError(f"{name} has {prefix_count} unique blocks, cut in {split}: more than {_NUMBERS_MAX} in all")
+    seconds = np.array([request.seconds for request in requests])
+    notes = _block_notes(int((listed - whole).sum()), int((whole * file_block_tokens > input_tokens).sum()))
+    if len(requests) > 1 and not seconds.any():
+        seconds = np.arange(len(requests), dtype=np.float64)
+        notes = (*notes, "the trace tells no times; from one request to the next counts as one second")
     return Trace(
         name=name,
         format=MOONCAKE,
         block_tokens=file_block_tokens // split,
         split=split,
         unique_blocks=prefix_count * split,
-        notes=_block_notes(int((listed - whole).sum()), int((whole * file_block_tokens > input_tokens).sum())),
-        seconds=np.array([request.seconds for request in requests]),
+        notes=notes,
+        seconds=seconds,
         input_tokens=input_tokens,
         _starts=starts,
         _paths=paths,

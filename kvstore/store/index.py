@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import secrets
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvstore import hashing
 from kvstore.errors import NoSpaceError
 from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
+from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.types import require_namespace
 
@@ -17,11 +21,24 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.store.settings import StoreSettings
     from kvstore.store.space import Freed
+    from kvstore.tiers.base import RecoveredBlock, SlotRange
     from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.disk_pool import DiskPool
     from kvstore.tiers.host import HostTier
     from kvstore.types import BlockIds, Namespace, Tier
 
 _SECRET_BYTES = 32
+_TICKS_PER_SECOND = 1_000_000
+# Room below for the ticks of earlier runs: 2.2 years of them, and 6.7 years of this one above.
+_FIRST_TICK = 1 << 46
+
+
+@dataclass(frozen=True, slots=True)
+class Giver:
+    """A space from which a block may leave a tier, and what that block is worth."""
+
+    space: Space
+    worth: float
 
 
 class Index:
@@ -45,15 +62,18 @@ class Index:
         self._node_secret = disk.node_secret if disk is not None else secrets.token_bytes(_SECRET_BYTES)
         self._opening = threading.Lock()
         self._spaces: dict[Namespace, Space] = {}
-        self._tick = 0
+        self._opened_at = clock.monotonic()
+        self._tick = _FIRST_TICK
+        self._snapshots = PolicySnapshots(self)
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace here; makes no space for it."""
         return hashing.namespace_id(namespace, self._node_secret)
 
     def next_tick(self) -> int:
-        """A new, larger recency value; `lock` must be held."""
-        self._tick += 1
+        """The time in microseconds, for a request: larger than any before; `lock` must be held."""
+        now = _FIRST_TICK + int((self.clock.monotonic() - self._opened_at) * _TICKS_PER_SECOND)
+        self._tick = max(self._tick + 1, now)
         return self._tick
 
     def spaces(self) -> list[Space]:
@@ -74,6 +94,11 @@ class Index:
                 space = self._make_space(namespace)
                 self._spaces[namespace] = space
             return space
+
+    def save_policies(self) -> None:
+        """Write down what the eviction policies know, for the next start. No lock may be held."""
+        for space in self.spaces():
+            self._snapshots.save(space)
 
     def settle(self, freed: Freed) -> None:
         """Return slots to their pools, and free what the call that freed them left condemned. No lock may be held."""
@@ -113,15 +138,29 @@ class Index:
         """A space in which something that was cut off holds its slots still; `lock` must be held."""
         return next((space for space in self._spaces.values() if space.tree.condemned), None)
 
-    def coldest_space(self, tier: Tier) -> Space | None:
-        """The space whose next victim in `tier` was used longest ago; `lock` must be held."""
-        best: Space | None = None
-        best_tick = 0
-        for space in self._spaces.values():
-            tick = space.tree.coldest_tick(tier)
-            if tick is not None and (best is None or tick < best_tick):
-                best, best_tick = space, tick
-        return best
+    def givers(self, tier: Tier, asking: Space) -> list[Giver]:
+        """Spaces from which blocks may leave `tier` for one that asks, the least worth first; `lock` must be held.
+
+        What is worth least is judged as of the latest request. Others give nothing of what their quota ensures them,
+        and nothing at all to one that is at its own limit; one that has less than its quota ensures it gives last.
+        """
+        found: list[Giver] = []
+        pool = asking.pool(tier)
+        spaces = [asking] if pool is None or pool.at_limit else self._spaces.values()
+        for space in spaces:
+            if space is not asking and space.least_bytes(tier) and not space.spare_blocks(tier):
+                continue
+            value = space.tree.victim_value(tier, self._tick)
+            if value is not None:
+                found.append(Giver(space, space.worth(value)))
+        is_owed = asking.missing_bytes(tier) > 0
+        return sorted(
+            found, key=lambda giver: (is_owed and giver.space is asking, giver.worth, giver.space.quota.priority)
+        )
+
+    def worth_of(self, space: Space, block_id: int) -> float:
+        """What a block is worth as of the latest request; `lock` must be held."""
+        return space.worth(space.tree.value_of(block_id, self._tick))
 
     def _retire_empty_space(self) -> bool:
         """Forget a namespace that has no blocks, staged ones included; `_opening` must be held."""
@@ -140,19 +179,50 @@ class Index:
     def _make_space(self, namespace: Namespace) -> Space:
         ns_id = self.namespace_id(namespace)
         layout = namespace.layout
+        saved = self._snapshots.load(SnapshotOwner(self.settings.eviction_policy, ns_id, layout.block_tokens))
+        quota = self.settings.quota(namespace)
         disk_pool = None
         if self.disk is not None:
-            disk_pool = self.disk.pool(ns_id, layout.part_sizes, layout.block_tokens)
+            disk_pool = self.disk.pool(ns_id, layout.part_sizes, layout.block_tokens, bytes_max=quota.disk_max)
         space = Space(
             ns_id=ns_id,
             ns_key=hashing.namespace_key(namespace, self._node_secret),
             layout=layout,
-            host=self.host.pool(ns_id, layout.part_sizes),
+            host=self.host.pool(ns_id, layout.part_sizes, bytes_max=quota.host_max),
             disk=disk_pool,
             events=self.events,
+            policy=self.settings.eviction_policy,
+            quota=quota,
+            hash_seed=None if saved is None else saved.hash_seed,
         )
         if self.disk is not None and disk_pool is not None:
-            orphans = space.adopt(self.disk.recovered(ns_id))
-            if orphans.size:
-                disk_pool.free(orphans)
+            excess = _excess_ranges(disk_pool)
+            recovered = self.disk.recovered(ns_id)
+            with self.lock:
+                tick = self.next_tick()
+            orphans = space.adopt((block for block in recovered if not _lies_in(block, excess)), tick)
+            beyond = [block.slot for block in recovered if _lies_in(block, excess)]
+            gone = np.concatenate([orphans, np.array(beyond, dtype=np.uint32)])
+            if gone.size:
+                disk_pool.free(gone)
+            for slot_range in excess:
+                disk_pool.give_back(slot_range)
+            if saved is not None:
+                self._snapshots.restore(space, saved, tick)
         return space
+
+
+def _excess_ranges(pool: DiskPool) -> list[SlotRange]:
+    """The last slabs of a pool that has more than it may: the limit was lowered while the store was closed."""
+    left_bytes = pool.bytes_max
+    excess = []
+    for slot_range in pool.ranges():
+        if left_bytes is not None:
+            left_bytes -= pool.range_bytes(slot_range)
+            if left_bytes < 0:
+                excess.append(slot_range)
+    return excess
+
+
+def _lies_in(block: RecoveredBlock, ranges: list[SlotRange]) -> bool:
+    return any(found.first <= block.slot < found.first + found.count for found in ranges)

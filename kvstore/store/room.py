@@ -1,17 +1,22 @@
 """Making room: which blocks leave host or disk so that others can come, and the copies to disk this takes.
 
-The order of leaving is the index's (coldest first, leaves first); a block that leaves host memory goes to disk where
-there is one. Everything here runs on the thread that asked for room, one thread at a time, within a time limit.
+Among namespaces the one gives whose next block is worth least per byte; within one its eviction policy decides, leaves
+first. A block that leaves host memory goes to disk where there is one. Where there is none, and what leaves is lost,
+new blocks take the room only of what is worth no more than themselves. A namespace at its own limit makes room within
+itself, and no other one takes what its quota ensures it. Everything here runs on the thread that asked for room, one
+thread at a time, within a time limit.
 """
 
 from __future__ import annotations
 
 import threading
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.radix.tree import NO_SLOT
+from kvstore.store.moving import is_movable, move_out
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -20,10 +25,13 @@ if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.space import Space
     from kvstore.tiers.base import Pool, SlotRange
+    from kvstore.tiers.disk_pool import DiskPool
     from kvstore.types import BlockIds, Slots
 
 _BATCH_BYTES = 64 << 20
 _RECLAIM_TRIES = 4
+_GIVERS_MAX = 4
+_NEARLY_EQUAL = 1.01  # as the tree compares values: the policy's estimates are no better
 _EMPTY = np.empty(0, dtype=np.uint32)
 
 
@@ -34,8 +42,11 @@ class RoomMaker:
         self._index = index
         self.lock = threading.Lock()
 
-    def reserve(self, space: Space, count: int) -> Slots:
-        """Up to `count` host slots, after evicting colder blocks where needed; fewer when nothing may leave in time."""
+    def reserve(self, space: Space, path: BlockIds, count: int) -> Slots:
+        """Up to `count` host slots for the last blocks of a path, after evicting others where needed.
+
+        Fewer when nothing may leave in time; see `shortage`.
+        """
         clock = self._index.clock
         deadline = clock.monotonic() + self._index.settings.room_seconds_max
         slots = space.host.allocate(count)
@@ -43,10 +54,20 @@ class RoomMaker:
             return slots
         try:
             return _allocate_with(
-                space.host, count, slots, lambda rest: clock.monotonic() < deadline and self._free_host(space, rest)
+                space.host,
+                count,
+                slots,
+                lambda rest: clock.monotonic() < deadline and self._free_host(space, path, rest),
             )
         finally:
             self.lock.release()
+
+    def shortage(self, space: Space, path: BlockIds) -> str:
+        """Why `reserve` gave less than it was asked for, as counters call it; the index lock must be held."""
+        givers = self._index.givers(Tier.HOST, space)
+        if givers and givers[0].worth > self._affordable(space, path) * _NEARLY_EQUAL:
+            return "not_worth"
+        return "quota" if space.host.at_limit else "host_full"
 
     def flush(self) -> None:
         """Write every committed block that is in host memory alone to disk, as far as the disk has room."""
@@ -73,18 +94,37 @@ class RoomMaker:
                     freed = space.release(ids)
                 self._index.settle(freed)
 
-    def _free_host(self, space: Space, wanted: int) -> bool:
+    def _affordable(self, space: Space, path: BlockIds) -> float:
+        """What blocks may be worth, at most, that leave for those at the end of a path; the index lock must be held."""
+        if self._index.disk is not None or space.missing_bytes(Tier.HOST) > 0:
+            return inf
+        return self._index.worth_of(space, int(path[-1]))
+
+    def _free_host(self, space: Space, path: BlockIds, wanted: int) -> bool:
         """Let some blocks leave host memory; false if none could."""
         others = [other.host for other in self._index.spaces() if other is not space]
-        if _give_back_idle(others) or self._free_condemned():
+        if (not space.host.at_limit and _give_back_idle(others)) or self._free_condemned():
             return True
         with self._index.lock:
-            coldest = self._index.coldest_space(Tier.HOST)
-        if coldest is None:
-            return False
-        if coldest is not space and self._reclaim(coldest, coldest.host, Tier.HOST):
-            return True
-        return self._evict_host(space, wanted)
+            worth = self._affordable(space, path)
+        return self._free(space, Tier.HOST, wanted, worth)
+
+    def _free(self, space: Space, tier: Tier, wanted: int, worth: float) -> bool:
+        """Let blocks leave a tier that are worth no more than `worth`, the least worth first; false if none could."""
+        with self._index.lock:
+            givers = self._index.givers(tier, space)
+        tries = 0
+        for giver in givers:
+            if giver.worth > worth * _NEARLY_EQUAL:
+                break
+            if giver.space is space:
+                freed = self._evict(space, tier, min(wanted, _batch_blocks(space)), worth)
+            else:
+                tries += 1
+                freed = tries <= _GIVERS_MAX and self._reclaim(giver.space, tier, worth)
+            if freed:
+                return True
+        return False
 
     def _free_condemned(self) -> bool:
         """Free what was dropped already in some space, before anything else has to leave; true if there was one."""
@@ -95,10 +135,14 @@ class RoomMaker:
         self._index.drain(condemned)
         return True
 
-    def _evict_host(self, space: Space, wanted: int) -> bool:
+    def _evict(self, space: Space, tier: Tier, count: int, worth: float) -> bool:
+        """Let up to `count` blocks of one space leave a tier, as its policy says; true if a slot came free."""
         with self._index.lock:
-            ids = space.tree.take_victims(Tier.HOST, min(wanted, _batch_blocks(space)))
-        return self._leave_host(space, ids)
+            ids = space.tree.take_victims(tier, count, space.value(worth))
+        return self._leave(space, tier, ids)
+
+    def _leave(self, space: Space, tier: Tier, ids: BlockIds) -> bool:
+        return self._leave_host(space, ids) if tier is Tier.HOST else self._leave_disk(space, ids)
 
     def _leave_host(self, space: Space, ids: BlockIds) -> bool:
         """Copy taken victims to disk where host memory holds their only copy, then evict; true if a slot came free."""
@@ -126,7 +170,8 @@ class RoomMaker:
             slots = self._reserve_disk(space, batch.size)
             written = self._write_batch(space, batch[: slots.size], slots)
             with self._index.lock:
-                self._index.accounting.rejected_blocks["disk_full"] += batch.size - slots.size
+                reason = "quota" if space.disk is not None and space.disk.at_limit else "disk_full"
+                self._index.accounting.rejected_blocks[reason] += batch.size - slots.size
                 self._index.accounting.rejected_blocks["disk_error"] += slots.size - written
             if slots.size < batch.size:
                 return False
@@ -159,17 +204,9 @@ class RoomMaker:
     def _free_disk(self, space: Space, wanted: int) -> bool:
         """Let some blocks leave the disk; false if none could."""
         others = [other.disk for other in self._index.spaces() if other is not space and other.disk is not None]
-        if _give_back_idle(others) or self._free_condemned() or self._drop_unclaimed():
+        if space.disk is not None and not space.disk.at_limit and (_give_back_idle(others) or self._drop_unclaimed()):
             return True
-        with self._index.lock:
-            coldest = self._index.coldest_space(Tier.DISK)
-        if coldest is None:
-            return False
-        if coldest is not space and coldest.disk is not None and self._reclaim(coldest, coldest.disk, Tier.DISK):
-            return True
-        with self._index.lock:
-            ids = space.tree.take_victims(Tier.DISK, wanted)
-        return self._leave_disk(space, ids)
+        return self._free_condemned() or self._free(space, Tier.DISK, wanted, inf)
 
     def _leave_disk(self, space: Space, ids: BlockIds) -> bool:
         try:
@@ -190,34 +227,83 @@ class RoomMaker:
         found = unclaimed[0]
         pool = disk.pool(found.ns_id, found.part_sizes, found.block_tokens)
         pool.free(np.array([block.slot for block in disk.recovered(found.ns_id)], dtype=np.uint32))
+        disk.policy_files.remove(found.ns_id)
         return _give_back_idle([pool])
 
-    def _reclaim(self, space: Space, pool: Pool, tier: Tier) -> bool:
-        """Empty one extent or slab of a colder space and return it to the tier, so that another space can have it."""
-        tries = 0
-        for slot_range in pool.ranges():
-            if tries == _RECLAIM_TRIES:
-                break
-            # Where everything is held nothing is lost by looking on: pins may hold any number of extents for long.
-            tries += self._leave_range(space, tier, slot_range)
-            if pool.give_back(slot_range):
+    def _reclaim(self, space: Space, tier: Tier, worth: float) -> bool:
+        """Return one extent or slab of a space to its tier, for another space to have; true if that was done."""
+        if tier is Tier.HOST:
+            return self._reclaim_extent(space, worth)
+        if space.disk is None:
+            return False
+        if space.least_bytes(tier):
+            return self._reclaim_by_worth(space, space.disk)
+        return self._reclaim_slab(space, space.disk)
+
+    def _reclaim_extent(self, space: Space, worth: float) -> bool:
+        """Let as much leave as the emptiest extent holds, by worth, and move what is left in that one elsewhere."""
+        for extent in sorted(space.host.ranges(), key=space.host.used_in):
+            # What somebody holds cannot move. Looking on loses nothing: pins may hold any number of extents for long.
+            if not is_movable(self._index, space, extent):
+                continue
+            used_count = space.host.used_in(extent)
+            missing_count = used_count - (space.host.free_slots - (extent.count - used_count))
+            if missing_count > 0 and not self._evict_all(space, missing_count, worth):
+                return False
+            move_out(self._index, space, extent)
+            if space.host.give_back(extent):
                 return True
         return False
 
-    def _leave_range(self, space: Space, tier: Tier, slot_range: SlotRange) -> bool:
+    def _evict_all(self, space: Space, count: int, worth: float) -> bool:
+        """Let `count` blocks that others may take leave host memory; false, and none leaves, where there are fewer."""
+        if count > space.spare_blocks(Tier.HOST):
+            return False
+        with self._index.lock:
+            ids = space.tree.take_victims(Tier.HOST, count, space.value(worth))
+            freed = space.keep(ids) if ids.size < count else None
+        if freed is None:
+            return self._leave_host(space, ids)
+        self._index.settle(freed)
+        return False
+
+    def _reclaim_by_worth(self, space: Space, disk: DiskPool) -> bool:
+        """Let blocks leave by worth until some slab is empty: what it is ensured is kept to the block.
+
+        Four slabs' worth of free slots among used ones say that no slab will be empty soon.
+        """
+        step = max((slab.count for slab in disk.ranges()), default=0)
+        while disk.free_slots < _RECLAIM_TRIES * step:
+            count = min(step, space.spare_blocks(Tier.DISK))
+            if not count or not self._evict(space, Tier.DISK, count, inf):
+                return False
+            if _give_back_idle([disk]):
+                return True
+        return False
+
+    def _reclaim_slab(self, space: Space, disk: DiskPool) -> bool:
+        """Empty a slab as it lies."""
+        tries = 0
+        for slab in disk.ranges():
+            if tries == _RECLAIM_TRIES:
+                break
+            # Where everything is held nothing is lost by looking on: pins may hold any number of slabs for long.
+            tries += self._leave_slab(space, slab)
+            if disk.give_back(slab):
+                return True
+        return False
+
+    def _leave_slab(self, space: Space, slab: SlotRange) -> bool:
         """Evict what is not held in a range of slots, a slice of the tree at a time; true if there was something."""
         found = False
         next_id: int | None = 0
         while next_id is not None:
             with self._index.lock:
-                ids, next_id = space.tree.take_range(tier, slot_range.first, slot_range.count, next_id)
+                ids, next_id = space.tree.take_range(Tier.DISK, slab.first, slab.count, next_id)
             if not ids.size:
                 continue
             found = True
-            if tier is Tier.HOST:
-                self._leave_host(space, ids)
-            else:
-                self._leave_disk(space, ids)
+            self._leave_disk(space, ids)
         return found
 
 

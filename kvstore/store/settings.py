@@ -1,15 +1,60 @@
-"""Limits of one store. Every queue, table and wait has one; config.py says how users set them."""
+"""Limits of one store, and who may have how much of it. config.py says how users set them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
+from kvstore.radix.tree import POLICIES
+
+if TYPE_CHECKING:
+    from kvstore.types import Namespace
+
+_WHOLE = ("host_min", "host_max", "disk_min", "disk_max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What each namespace of a tenant, of a model, or of both, may have; None stands for any.
+
+    `min`: bytes of blocks of which others take nothing. `max`: bytes of memory or of files that its blocks lie in;
+    None for no limit. What a block is worth counts `priority` times when blocks of several namespaces are compared.
+    """
+
+    tenant: str | None = None
+    model: str | None = None
+    host_min: int = 0
+    host_max: int | None = None
+    disk_min: int = 0
+    disk_max: int | None = None
+    priority: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if value is None and name.endswith("_max"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"quota: {name} is {value!r}, expected a whole number of bytes, at least 0")
+        for tier, least, most in (("host", self.host_min, self.host_max), ("disk", self.disk_min, self.disk_max)):
+            if most is not None and least > most:
+                raise ConfigError(f"quota: {tier}_min is {least}, expected at most {tier}_max, which is {most}")
+        if not 0 < self.priority < math.inf:
+            raise ConfigError(f"quota: priority is {self.priority}, expected a number above 0")
+
+    def covers(self, namespace: Namespace) -> bool:
+        """Whether it speaks of this namespace."""
+        return self.tenant in (None, namespace.tenant) and self.model in (None, namespace.model)
+
+
+NO_QUOTA = Quota()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """Named limits; all whole numbers of at least 1, seconds at least 0."""
+    """Named limits: whole numbers of at least 1, seconds at least 0. The first quota that covers a namespace holds."""
 
     namespaces_max: int = 1024
     leases_max: int = 4096
@@ -21,12 +66,31 @@ class StoreSettings:
     room_seconds_max: float = 2.0
     stage_seconds_max: float = 600.0
     lease_seconds_max: float = 3600.0
+    eviction_policy: str = "survival"
+    quotas: tuple[Quota, ...] = ()
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
+            if not isinstance(value, (int, float)):
+                continue
             least = 0 if isinstance(value, float) else 1
             if value < least:
                 raise ConfigError(f"{item.name} is {value}, expected at least {least}")
         if self.pinned_ratio_max > 1:
             raise ConfigError(f"pinned_ratio_max is {self.pinned_ratio_max}, expected 0..1")
+        if self.eviction_policy not in POLICIES:
+            raise ConfigError(f"eviction_policy is {self.eviction_policy!r}, expected one of {', '.join(POLICIES)}")
+
+    def check_capacities(self, host_bytes: int, disk_bytes: int) -> None:
+        """Raise ConfigError where a quota ensures more than a tier has."""
+        for quota in self.quotas:
+            for name, least, capacity in (("host", quota.host_min, host_bytes), ("disk", quota.disk_min, disk_bytes)):
+                if least > capacity:
+                    raise ConfigError(
+                        f"quota: {name}_min is {least}, expected at most {name}_bytes, which is {capacity}"
+                    )
+
+    def quota(self, namespace: Namespace) -> Quota:
+        """What holds for a namespace."""
+        return next((quota for quota in self.quotas if quota.covers(namespace)), NO_QUOTA)

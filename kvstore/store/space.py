@@ -14,6 +14,7 @@ import numpy as np
 from kvstore import hashing
 from kvstore.events import EventKind
 from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
+from kvstore.store.settings import NO_QUOTA
 from kvstore.tiers.base import BlockIdentity, RecoveredBlock
 from kvstore.types import PLAIN_ROOT, Tier, TierRun, require_root
 
@@ -21,11 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstore.events import EventLog
+    from kvstore.store.settings import Quota
+    from kvstore.tiers.base import Pool, SlotRange
     from kvstore.tiers.disk_pool import DiskPool
     from kvstore.tiers.host import HostPool
     from kvstore.types import BlockIds, KvLayout, Root, Slots, TokenArray
 
 _ROOTS_REMEMBERED = 4096
+# Its values are uses per second of a block's room. Those of the other policies only give an order.
+_MEASURING_POLICY = "survival"
+# From here on slots of the disk are numbers only, of blocks that change their place in host memory; see Space.move.
+_PASSING_SLOT = 0xFFF0_0000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,17 @@ class Space:
     """
 
     def __init__(
-        self, *, ns_id: bytes, ns_key: bytes, layout: KvLayout, host: HostPool, disk: DiskPool | None, events: EventLog
+        self,
+        *,
+        ns_id: bytes,
+        ns_key: bytes,
+        layout: KvLayout,
+        host: HostPool,
+        disk: DiskPool | None,
+        events: EventLog,
+        policy: str,
+        quota: Quota = NO_QUOTA,
+        hash_seed: int | None = None,
     ) -> None:
         self.ns_id = ns_id
         self.retired = False  # set under the index lock: nothing may be stored here any more
@@ -83,11 +100,40 @@ class Space:
         self.layout = layout
         self.host = host
         self.disk = disk
-        self.tree = RadixTree(layout.block_tokens, hash_seed=secrets.randbits(64), ns_key=ns_key)
+        self.quota = quota
+        self.hash_seed = secrets.randbits(64) if hash_seed is None else hash_seed
+        self.tree = RadixTree(layout.block_tokens, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
+        self._scale = quota.priority / (layout.block_bytes if policy == _MEASURING_POLICY else 1)
         self._ns_key = ns_key
         self._events = events
         self._clearing = False  # what is condemned was cleared: the event that said so names no keys
         self._root_key = lru_cache(maxsize=_ROOTS_REMEMBERED)(lambda root: hashing.root_key(ns_key, root))
+
+    def pool(self, tier: Tier) -> Pool | None:
+        """What it has of a tier; None where there is no such tier."""
+        return self.host if tier is Tier.HOST else self.disk
+
+    def least_bytes(self, tier: Tier) -> int:
+        """Bytes of blocks of which other namespaces take nothing."""
+        return self.quota.host_min if tier is Tier.HOST else self.quota.disk_min
+
+    def missing_bytes(self, tier: Tier) -> int:
+        """How much it holds less than what it is owed; below 0 where it holds more."""
+        pool = self.pool(tier)
+        return self.least_bytes(tier) - (0 if pool is None else pool.used_slots * pool.slot_bytes)
+
+    def spare_blocks(self, tier: Tier) -> int:
+        """How many blocks others may take from it."""
+        pool = self.pool(tier)
+        return 0 if pool is None else max(0, -self.missing_bytes(tier) // pool.slot_bytes)
+
+    def worth(self, value: float) -> float:
+        """What a block of that value in the tree is worth: comparable between namespaces."""
+        return value * self._scale
+
+    def value(self, worth: float) -> float:
+        """The value in the tree of a block that is worth so much."""
+        return worth / self._scale
 
     def root_key(self, root: Root | None) -> bytes:
         """The 16-byte key of a root, the plain one for None."""
@@ -136,6 +182,35 @@ class Space:
         """Let blocks leave a tier; a last copy goes with everything below it. Held blocks are kept."""
         return self._report(self.tree.evict(ids, tier), tier)
 
+    def keep(self, ids: BlockIds) -> Freed:
+        """Let victims of host memory stay where they are."""
+        self.tree.lease(ids)
+        self.tree.evict(ids, Tier.HOST)
+        return self._freed(self.tree.release(ids))
+
+    def move(self, ids: BlockIds, slots: Slots, extent: SlotRange, first_id: int) -> Freed:
+        """Give victims of host memory other slots there, to which they were copied; those without one stay.
+
+        `ids` are what `take_range` gave for `extent` from `first_id` on. What somebody leased meanwhile stays, too.
+        A block that leaves its only tier is gone, so each one that has no copy on disk gets a slot there for the
+        moment, which exists by its number alone. Nobody sees it: the lock is held for all of it.
+        """
+        kept = self.keep(ids)
+        targets = dict(zip(ids.tolist(), slots.tolist(), strict=False))
+        unheld, _ = self.tree.take_range(Tier.HOST, extent.first, extent.count, first_id)
+        is_moving = np.array([block in targets for block in unheld.tolist()], dtype=np.bool_)
+        self.keep(unheld[~is_moving])
+        moving = unheld[is_moving]
+        moved_to = np.array([targets.pop(block) for block in moving.tolist()], dtype=np.uint32)
+        self.tree.place(moving, Tier.DISK, np.arange(moving.size, dtype=np.uint32) + np.uint32(_PASSING_SLOT))
+        moved_from = self.tree.evict(moving, Tier.HOST).slots(Tier.HOST)
+        self.tree.place(moving, Tier.HOST, moved_to)
+        passing, _ = self.tree.take_range(Tier.DISK, _PASSING_SLOT, moving.size, first_id)
+        self.tree.evict(passing, Tier.DISK)
+        unused = np.array(list(targets.values()), dtype=np.uint32)
+        host = np.concatenate([kept.host, moved_from, unused])
+        return Freed(self, kept.blocks, host, kept.disk, kept.more)
+
     def drop(self, ids: BlockIds) -> Freed:
         """Remove blocks and all below them whatever their holds; held ones give their slots back at the release."""
         return self._report(self.tree.drop(ids), None)
@@ -169,11 +244,11 @@ class Space:
                 EventKind.STORED, self.ns_id, root_key=root_key, tier=tier, parent_key=parent_key, keys=tuple(keys)
             )
 
-    def adopt(self, recovered: Iterable[RecoveredBlock]) -> Slots:
+    def adopt(self, recovered: Iterable[RecoveredBlock], tick: int) -> Slots:
         """Take what the disk held into the (still empty) tree; returns the slots of what has no place in it.
 
         Left out are blocks whose key is not the one that this namespace gives them, whose ancestors are not all
-        there, and second copies.
+        there, and second copies. For the policy all were used at `tick`, until it is told better.
         """
         found = list(recovered)
         children: defaultdict[tuple[bytes, bytes], list[RecoveredBlock]] = defaultdict(list)
@@ -185,7 +260,7 @@ class Space:
             tokens = np.empty(0, dtype=np.uint32)
             for path, first_new in _paths(root_key, children):
                 tokens = self._extended(tokens, path, first_new)
-                self._adopt_path(root_key, path, tokens, taken)
+                taken.update(self._adopt_path(root_key, path, tokens, tick))
         return np.array([block.slot for block in found if block.slot not in taken], dtype=np.uint32)
 
     def _has_right_key(self, identity: BlockIdentity) -> bool:
@@ -200,12 +275,12 @@ class Space:
         new = [np.frombuffer(block.identity.tokens, dtype=np.uint32) for block in path[first_new:]]
         return np.concatenate([tokens[: first_new * self.layout.block_tokens], *new])
 
-    def _adopt_path(self, root_key: bytes, path: Sequence[RecoveredBlock], tokens: TokenArray, taken: set[int]) -> None:
-        existing, ids = self.tree.stage(root_key, tokens, 0, 0)
+    def _adopt_path(self, root_key: bytes, path: Sequence[RecoveredBlock], tokens: TokenArray, tick: int) -> list[int]:
+        existing, ids = self.tree.stage(root_key, tokens, 0, tick)
         slots = np.array([block.slot for block in path[existing:]], dtype=np.uint32)
         self.tree.place(ids[existing:], Tier.DISK, slots)
         self.tree.release(ids)
-        taken.update(slots.tolist())
+        return [int(slot) for slot in slots]
 
     def _report(self, removed: Removed, tier: Tier | None) -> Freed:
         if tier is not None:

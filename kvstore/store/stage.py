@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import BlockBuffer
     from kvstore.store.index import Index
+    from kvstore.store.room import RoomMaker
     from kvstore.store.space import Space
     from kvstore.types import BlockIds, Slots, TokenArray
 
@@ -54,7 +55,7 @@ class StoreStage:
         self._written = np.zeros((space.layout.part_count, 0), dtype=np.bool_)
         self.expires_at = index.clock.monotonic() + index.settings.stage_seconds_max
 
-    def begin(self, present: int, path: BlockIds, reserve: Callable[[Space, int], Slots]) -> None:
+    def begin(self, present: int, path: BlockIds, room: RoomMaker) -> None:
         """Take over the placeholders that the index made for this stage and reserve their slots.
 
         Placeholders for which there is no room are dropped again: what is stored stays prefix-closed.
@@ -67,17 +68,17 @@ class StoreStage:
             self._check_open()
             missing = self._prompt.size // self._space.layout.block_tokens - self._present
             if path.size:
-                self._slots = reserve(self._space, missing)
+                self._slots = room.reserve(self._space, path, missing)
             self._refused = missing - int(self._slots.size)
             self._written = np.zeros((self._space.layout.part_count, self._slots.size), dtype=np.bool_)
-            self._drop_refused()
+            self._drop_refused(room)
 
-    def _drop_refused(self) -> None:
+    def _drop_refused(self, room: RoomMaker) -> None:
         with self._index.lock:
             accounting = self._index.accounting
             accounting.present_blocks += self._present - self._requested_from
             if self._refused:
-                reason = "host_full" if self._path.size else "missing_prefix"
+                reason = room.shortage(self._space, self._path) if self._path.size else "missing_prefix"
                 accounting.rejected_blocks[reason] += self._refused
             freed = self._space.drop(self._path[self._present + self._slots.size :])
         self._index.settle(freed)

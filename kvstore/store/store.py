@@ -16,10 +16,11 @@ from kvstore.store.pins import PinTable
 from kvstore.store.room import RoomMaker
 from kvstore.store.settings import StoreSettings
 from kvstore.store.stage import StoreStage
+from kvstore.store.what_if import what_if
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import HostTier
 from kvstore.tokens import as_token_array
-from kvstore.types import PLAIN_ROOT, PrefixMatch, StoreStats, Tier, TierStats, Verification
+from kvstore.types import PLAIN_ROOT, PrefixMatch, StoreStats, Tier, TierStats, Verification, require_seconds
 
 if TYPE_CHECKING:
     import os
@@ -73,7 +74,7 @@ class Store:
             runs = space.tier_runs(ids)
             accounting = self._index.accounting
             if touch and accounting.first_lookup(request_id):
-                space.tree.touch(ids, self._index.next_tick())
+                space.tree.touch(ids, self._index.next_tick(), prompt.size // namespace.layout.block_tokens)
                 accounting.count_lookup(prompt.size, runs, namespace.layout.block_tokens)
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
 
@@ -104,7 +105,7 @@ class Store:
         prompt = prompt[: whole * namespace.layout.block_tokens]
         stage, present, path = self._open_stage(space, root_key, prompt, from_block)
         try:
-            stage.begin(present, path, self._room.reserve)
+            stage.begin(present, path, self._room)
         except BaseException:
             stage.abort()
             raise
@@ -126,6 +127,25 @@ class Store:
         """End a pin; see kvstore.api.KvStore."""
         self._check_open()
         return self._end_pin(pin_id)
+
+    def hint_next_use(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, seconds: float | None
+    ) -> int:
+        """Tell when a prompt will be used again; see kvstore.api.KvStore."""
+        if seconds is not None:
+            seconds = require_seconds(seconds, "seconds")
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        found = space.find(root_key, prompt)
+        with self._index.lock:
+            ids = space.confirm(found)
+            # Behind the end of a shorter match may lie the blocks of another prompt alone, which this says nothing of.
+            if not ids.size or ids.size < prompt.size // namespace.layout.block_tokens:
+                return 0
+            return space.tree.hint_next_use(int(ids[-1]), self._index.next_tick(), seconds)
+
+    def end_session(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> int:
+        """Say that a conversation is over; see kvstore.api.KvStore."""
+        return self.hint_next_use(namespace, tokens, root=root, seconds=None)
 
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
         """Drop a prefix from `from_block` on; see kvstore.api.KvStore."""
@@ -191,6 +211,8 @@ class Store:
                 stages=len(self._stages),
                 pins=len(self._pins),
                 index_bytes=sum(space.tree.memory_bytes for space in spaces),
+                policy_bytes=sum(space.tree.policy_bytes for space in spaces),
+                what_if=what_if(spaces),
             )
 
     def verify(self) -> Verification:
@@ -222,6 +244,7 @@ class Store:
         """Return when everything committed and admitted to disk is there."""
         self._check_open()
         self._room.flush()
+        self._index.save_policies()
 
     def close(self) -> None:
         """End all leases and stages, flush, and release the tiers; idempotent."""
@@ -234,6 +257,7 @@ class Store:
             stage.abort()
         try:
             self._room.flush()
+            self._index.save_policies()
         except StorageError as error:
             # What did not reach the disk is a miss after the next start; the rest must be released all the same.
             logger.warning("store closed without a complete flush: cause=%s", error)
@@ -354,6 +378,8 @@ def open_store(
     if 0 < disk_bytes < DISK_BYTES_MIN:
         raise ConfigError(f"disk_bytes is {disk_bytes}, expected at least {DISK_BYTES_MIN}, or 0 for no disk tier")
     clock = SystemClock() if clock is None else clock
+    settings = StoreSettings() if settings is None else settings
+    settings.check_capacities(host_bytes, disk_bytes)
     host = HostTier(host_bytes)
     disk = None
     if disk_bytes and path is not None:
@@ -362,4 +388,4 @@ def open_store(
         except BaseException:
             host.close()
             raise
-    return Store(host, disk, StoreSettings() if settings is None else settings, clock)
+    return Store(host, disk, settings, clock)

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <optional>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -95,6 +96,13 @@ nb::object SliceToPython(kvstore::Slice slice) {
   return nb::make_tuple(IdsToNumpy(std::move(slice.ids)), next);
 }
 
+nb::object SavedToPython(const kvstore::Saved& saved) {
+  const std::optional<uint64_t> next = saved.next == kvstore::kSavedAll ? std::nullopt : std::optional(saved.next);
+  return nb::make_tuple(nb::bytes(saved.bytes.data(), saved.bytes.size()), next);
+}
+
+std::string_view ViewOf(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
 nb::object KeysToNumpy(std::vector<Key128> keys) {
   const size_t count = keys.size();
   return ToNumpy<uint8_t>(std::move(keys), {count, sizeof(Key128)});
@@ -116,6 +124,7 @@ void BindTree(nb::module_& module) {
       .def_prop_ro("node_count", &RadixTree::node_count)
       .def_prop_ro("root_count", &RadixTree::root_count)
       .def_prop_ro("memory_bytes", &RadixTree::memory_bytes)
+      .def_prop_ro("policy_name", &RadixTree::policy_name)
       .def_prop_ro("policy_bytes", &RadixTree::policy_bytes)
       .def_prop_ro("removals", &RadixTree::removals)
       .def_prop_ro("condemned", &RadixTree::condemned)
@@ -158,15 +167,14 @@ void BindTree(nb::module_& module) {
            },
            "ids"_a.noconvert(), "tier"_a, "slots"_a.noconvert())
       .def("rehearsed",
-           [](const RadixTree& tree) {
-             const kvstore::Rehearsal* rehearsal = tree.rehearsal();
-             std::vector<std::tuple<uint64_t, double, double>> rows;
-             if (rehearsal == nullptr) return std::pair(0.0, rows);
-             for (const kvstore::RehearsedHits& row : rehearsal->hits()) {
-               rows.emplace_back(row.blocks, row.survival, row.recency);
-             }
-             return std::pair(rehearsal->looked_up_blocks(), rows);
-           })
+           [](const RadixTree& tree, int64_t tier) {
+             const kvstore::Rehearsal* rehearsal = tree.rehearsal(tier);
+             const kvstore::Rehearsed result = rehearsal == nullptr ? kvstore::Rehearsed{} : rehearsal->result();
+             std::vector<std::pair<uint64_t, double>> capacities;
+             for (const auto& [blocks, found] : result.capacities) capacities.emplace_back(blocks, found);
+             return std::tuple(result.looked_up, result.found, capacities);
+           },
+           "tier"_a)
       .def("victim_value", &RadixTree::VictimValue, "tier"_a, "tick"_a)
       .def("value_of", &RadixTree::ValueOf, "block_id"_a, "tick"_a)
       .def("take_victims",
@@ -229,6 +237,21 @@ void BindTree(nb::module_& module) {
              return nb::bytes(key.bytes, sizeof(key.bytes));
            },
            "block_id"_a)
+      .def("save_tables", [](const RadixTree& tree, uint64_t first) { return SavedToPython(tree.SaveTables(first)); },
+           "first"_a)
+      .def("save_runs",
+           [](RadixTree& tree, int64_t tier, uint64_t first) { return SavedToPython(tree.SaveRuns(tier, first)); },
+           "tier"_a, "first"_a)
+      .def("save_ghosts", [](const RadixTree& tree, uint64_t first) { return SavedToPython(tree.SaveGhosts(first)); },
+           "first"_a)
+      .def("restore",
+           [](RadixTree& tree, const nb::bytes& tables, const nb::bytes& runs, const nb::bytes& ghosts, int64_t shift,
+              uint64_t tick) {
+             const kvstore::Snapshot snapshot{ViewOf(tables), ViewOf(runs), ViewOf(ghosts), shift};
+             const nb::gil_scoped_release release;
+             tree.Restore(snapshot, tick);
+           },
+           "tables"_a, "runs"_a, "ghosts"_a, "shift"_a, "tick"_a)
       .def("check_integrity", &RadixTree::CheckIntegrity, nb::call_guard<nb::gil_scoped_release>());
 }
 

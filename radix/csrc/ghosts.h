@@ -51,6 +51,36 @@ class Ghosts {
     return history;
   }
 
+  // ---- saving ----
+
+  uint64_t mask() const { return mask_; }
+
+  // Calls visit(fingerprint, history) for up to `limit` ghosts, the oldest first, from the sequence number `first` on;
+  // returns the one to go on with, or 0 where there are no more.
+  template <typename Visit>
+  uint64_t VisitFrom(uint64_t first, uint32_t limit, Visit visit) const {
+    const auto is_before = [](const std::pair<uint64_t, uint64_t>& item, uint64_t value) { return item.second < value; };
+    for (auto item = std::lower_bound(order_.begin(), order_.end(), first, is_before); item != order_.end(); ++item) {
+      if (limit-- == 0) return item->second;
+      if (!IsStale(*item)) visit(item->first, histories_.find(item->first)->second.history);
+    }
+    return 0;
+  }
+
+  // Forgets all, for ghosts that Restore brings, thinned out by `mask`.
+  void StartAnew(uint64_t mask) {
+    histories_.clear();
+    order_.clear();
+    mask_ = mask;
+  }
+
+  // False where there is one of this fingerprint already, or where it is thinned out.
+  bool Restore(uint64_t fingerprint, const History& history) {
+    if (IsThinned(fingerprint) || !histories_.try_emplace(fingerprint, Entry{history, sequence_ + 1}).second) return false;
+    order_.emplace_back(fingerprint, ++sequence_);
+    return true;
+  }
+
  private:
   static constexpr double kGhostsLeast = 1024;
   static constexpr size_t kPlacesLeast = 64;

@@ -20,7 +20,11 @@ void RadixTree::Touch(IdSpan ids, uint64_t tick, int64_t prompt_blocks) {
   }
   last_tick_ = std::max(last_tick_, tick);
   const Access access{tick, static_cast<uint32_t>(prompt_blocks), static_cast<uint32_t>(ids.size)};
-  if (policy_->rehearsal() != nullptr) policy_->LookedUp(FingerprintsOf(ids), access);
+  if (policy_->rehearses()) {
+    const auto in_first = [this](uint32_t id) { return blocks_[id].slot[0] != kNoSlot; };
+    const auto first = static_cast<uint32_t>(std::count_if(ids.begin(), ids.end(), in_first));
+    policy_->LookedUp(FingerprintsOf(ids), access, {first, access.known_blocks});
+  }
   ChangeHistories(ids, [&](const History& history, uint32_t blocks) {
     return history.tick == tick ? history : policy_->Accessed(history, access, blocks);
   });
@@ -88,7 +92,7 @@ RadixTree::Births RadixTree::PlanBirths(const Cursor& cursor, const Ids& existin
   ChangeHistories(IdSpan{existing.data(), existing.size()}, [&](const History& history, uint32_t blocks) {
     return history.tick == tick ? history : policy_->Renewed(history, access, blocks);
   });
-  if (policy_->rehearsal() != nullptr) {
+  if (policy_->rehearses()) {
     Prefixes prefixes = FingerprintsOf(IdSpan{existing.data(), existing.size()});
     const size_t found = prefixes.size();
     prefixes.insert(prefixes.end(), births.fingerprints.begin(), births.fingerprints.end());

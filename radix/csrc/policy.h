@@ -5,12 +5,15 @@
 // and asks the policy to choose among their ends. So evicting costs O(log runs) for each run, whatever its length.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "pool.h"
+#include "saved.h"
 
 namespace kvstore {
 
@@ -87,12 +90,13 @@ class EvictionPolicy {
   // Nothing will be heard of them any more.
   virtual void Forgotten(const History&, uint64_t /*now*/, uint32_t) {}
 
-  // Requests as wholes, for policies that rehearse: one looked a prompt up and found these prefixes of it; one stores a
-  // prompt, of whose prefixes it had found the first `found`; a tier with so many blocks has no room.
-  virtual void LookedUp(const Prefixes&, const Access&) {}
+  // Requests as wholes, for policies that rehearse: one looked a prompt up, found these prefixes of it and so many
+  // blocks in the tiers from the first to this one; one stores a prompt, of whose prefixes it had found the first `found`; a tier with so many blocks has no room.
+  virtual void LookedUp(const Prefixes&, const Access&, const uint32_t (&/*found*/)[2]) {}
   virtual void Stored(const Prefixes&, size_t /*found*/, const Access&) {}
   virtual void Full(int /*tier*/, uint32_t /*blocks*/) {}
-  virtual const Rehearsal* rehearsal() const { return nullptr; }
+  virtual bool rehearses() const { return false; }
+  virtual const Rehearsal* rehearsal(int /*tier*/) const { return nullptr; }
 
   // How many blocks are remembered after they left, for each one in the tree.
   virtual double ghost_ratio() const { return 0; }
@@ -106,7 +110,34 @@ class EvictionPolicy {
   virtual double ValueOf(const History& history, uint64_t now) const = 0;
 
   virtual size_t bytes() const = 0;
+
+  // Saving what was learnt, in pieces, and taking it up in another process. First Load, which replaces all that the
+  // policy knows; then Restored or Born for every run that is there; then Resume, with
+  // RestoredGhost for each that is remembered before it. `shift` is added to saved ticks.
+  virtual uint32_t piece_count() const { return 0; }
+  virtual void Save(uint32_t /*piece*/, std::string*) const {}
+  // Throws std::invalid_argument, with nothing changed, for pieces that no policy like this one saved.
+  virtual void Load(SavedBytes pieces, int64_t /*shift*/) {
+    if (!pieces.empty()) throw std::invalid_argument("tables of a policy that has none");
+  }
+  // Whether a policy like this one could have saved such a history.
+  virtual bool Understands(const History& history) const { return history.queue == 0 && IsSane(history); }
+  virtual void Restored(const History&, uint32_t /*blocks*/) {}
+  virtual void RestoredGhost(const History&) {}
+  virtual void Resume(uint64_t /*now*/) {}
+
+ protected:
+  static bool IsSane(const History& history) {
+    return history.tick <= kTickMax && std::isfinite(history.gap) && history.gap >= -1 &&
+           std::isfinite(history.weight) && history.weight >= 0;
+  }
 };
+
+// A tick of another process in this one's time.
+inline uint64_t ShiftedTick(uint64_t tick, int64_t shift) {
+  const int64_t shifted = static_cast<int64_t>(tick) + shift;
+  return static_cast<uint64_t>(std::min<int64_t>(std::max<int64_t>(shifted, 0), static_cast<int64_t>(kTickMax)));
+}
 
 // `prefix_blocks` is how many blocks lie between two fingerprints. Throws std::invalid_argument for a name that is not in
 // PolicyNames().

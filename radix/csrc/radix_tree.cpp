@@ -41,6 +41,7 @@ RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_
       tag_mask_(static_cast<uint32_t>((1ULL << std::min(hash_bits, 32u)) - 1)),
       limits_(limits),
       roots_(0, KeyHash{hash_seed}),
+      policy_name_(policy),
       policy_(MakePolicy(policy, block_tokens, std::max(1u, kFingerprintTokens / std::max(1u, block_tokens)))),
       fingerprint_blocks_(std::max(1u, kFingerprintTokens / std::max(1u, block_tokens))),
       remembers_(policy_->ghost_ratio() > 0),

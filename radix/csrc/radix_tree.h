@@ -16,6 +16,7 @@
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -66,6 +67,21 @@ struct Slice {
   uint32_t next;
 };
 
+// Some of what is saved of the policy, and where to go on; kSavedAll where that was all.
+struct Saved {
+  std::string bytes;
+  uint64_t next;
+};
+constexpr uint64_t kSavedAll = UINT64_MAX;
+
+// All that was saved, put together again; see snapshot.cpp for the bytes. `shift` is added to its ticks.
+struct Snapshot {
+  std::string_view tables;
+  std::string_view runs;
+  std::string_view ghosts;
+  int64_t shift;
+};
+
 // Bounds of the work of one call; smaller ones are for tests.
 struct Limits {
   uint32_t slice_blocks = 4096;  // visited in one go, 1 to 2 ms of removing
@@ -90,6 +106,7 @@ class RadixTree {
   uint32_t node_count() const { return nodes_.used() - root_count() - condemned_root_count(); }
   uint32_t root_count() const { return static_cast<uint32_t>(roots_.size()); }
   size_t memory_bytes() const;
+  const std::string& policy_name() const { return policy_name_; }
   size_t policy_bytes() const;  // what the policy has learnt and remembers, ghosts included
 
   // Blocks visited by all calls so far, but for Match.
@@ -117,8 +134,8 @@ class RadixTree {
   Staged Stage(const Key128& root, TokenSpan tokens, int64_t from_block, uint64_t tick);
   std::vector<uint8_t> Place(IdSpan ids, int64_t tier, IdSpan slots);
 
-  // What other capacities would have found; nothing where the policy does not rehearse.
-  const Rehearsal* rehearsal() const { return policy_->rehearsal(); }
+  // What other capacities of a tier would have found; null where the policy does not rehearse.
+  const Rehearsal* rehearsal(int64_t tier) const { return policy_->rehearsal(CheckTier(tier)); }
   // What the block that leaves the tier first is worth at `tick`; see EvictionPolicy::ValueOf.
   std::optional<double> VictimValue(int64_t tier, uint64_t tick);
   double ValueOf(uint32_t id, uint64_t tick);  // of a block in the tree
@@ -138,6 +155,16 @@ class RadixTree {
   std::vector<Key128> Keys(IdSpan ids);  // (parent key, own key) of each id
   Ids Tokens(IdSpan ids) const;
   Key128 RootOf(uint32_t id) const;
+
+  // What the policy has learnt, remembers of runs with blocks in `tier`, and of blocks that left; each from 0 on. The
+  // tree may change between calls: what changed is saved as it was or as it is, or not at all.
+  Saved SaveTables(uint64_t first) const;
+  Saved SaveRuns(int64_t tier, uint64_t first);
+  Saved SaveGhosts(uint64_t first) const;
+  // Gives the policy back what it knew, in a tree made with the same `hash_seed` that has what is left of the blocks.
+  // Those that the snapshot does not know are as new at `tick`. Throws std::invalid_argument with nothing changed.
+  // O(blocks + runs): for trees that nobody else uses yet.
+  void Restore(const Snapshot& snapshot, uint64_t tick);
 
   // A text for each broken invariant, the first hundred; empty when all hold. O(blocks).
   std::vector<std::string> CheckIntegrity() const;
@@ -257,6 +284,23 @@ class RadixTree {
   template <typename Change>
   void ChangeHistories(IdSpan ids, Change change);
 
+  // Snapshots; in snapshot.cpp.
+  struct SavedGhosts {
+    uint64_t mask = 0;
+    std::vector<std::pair<uint64_t, History>> all;
+  };
+  struct Way {
+    uint32_t node;
+    const History* history;  // of the run that reaches into the node from above, or null
+    uint32_t end;            // of it
+  };
+  using FoundRuns = std::unordered_map<Key128, History, KeyHash, KeyEqual>;
+  bool SaveNode(uint32_t node_id, int tier, uint64_t steps_max, uint32_t* index, std::string* bytes);
+  History TakeHistory(SavedBytes* bytes, int64_t shift) const;
+  FoundRuns ParseRuns(const Snapshot& snapshot) const;
+  SavedGhosts ParseGhosts(const Snapshot& snapshot) const;
+  void RestoreNode(const FoundRuns& found, uint64_t tick, Way* way);
+
   // Leaving a tier.
   void Take(uint32_t id, int tier);
   void BecomeResident(uint32_t node_id, int tier, uint32_t count, uint32_t end);
@@ -295,6 +339,7 @@ class RadixTree {
   // their trees are like all others, with victims, holds and keys, until ReapSome takes them apart from the top.
   std::unordered_map<uint32_t, Key128> condemned_;
   std::vector<RootMap> cleared_;  // the same, whole maps of roots that were not entered there yet
+  const std::string policy_name_;
   const std::unique_ptr<EvictionPolicy> policy_;
   const uint32_t fingerprint_blocks_;  // in a prefix, a fingerprint is kept after each so many
   const bool remembers_;  // whether the policy wants ghosts

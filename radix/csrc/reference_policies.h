@@ -100,6 +100,19 @@ class SievePolicy : public OneQueuePolicy {
     return static_cast<uint64_t>(history.gap) << kTickBits | history.tick;
   }
 
+  uint32_t piece_count() const override { return 1; }
+  void Save(uint32_t, std::string* bytes) const override { Put(bytes, round_); }
+  void Load(SavedBytes pieces, int64_t) override {
+    const auto round = pieces.Take<uint32_t>();
+    if (round > kRoundMax || !pieces.empty()) throw std::invalid_argument("the hand of SIEVE is nowhere");
+    round_ = round;
+    newest_tick_ = 0;
+  }
+  void Restored(const History& history, uint32_t) override { newest_tick_ = std::max(newest_tick_, history.tick); }
+  bool Understands(const History& history) const override {
+    return OneQueuePolicy::Understands(history) && history.gap >= 0 && history.gap <= kRoundMax;
+  }
+
  private:
   static constexpr uint32_t kRoundMax = (1u << (64 - kTickBits)) - 1;
 
@@ -148,6 +161,13 @@ class S3FifoPolicy : public EvictionPolicy {
     return history.queue == kSmall ? 0 : static_cast<double>(history.tick);
   }
   size_t bytes() const override { return sizeof(*this); }
+
+  void Load(SavedBytes pieces, int64_t shift) override {
+    EvictionPolicy::Load(pieces, shift);
+    blocks_[kSmall] = blocks_[kMain] = 0;
+  }
+  bool Understands(const History& history) const override { return history.queue <= kMain && IsSane(history); }
+  void Restored(const History& history, uint32_t blocks) override { blocks_[history.queue] += blocks; }
 
  private:
   static constexpr uint16_t kSmall = 0;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kHalfLifeRequests = 2000;
 constexpr double kLeadDeviations = 1;    // beyond which a lead is no chance
-constexpr size_t kUnitsMax = 1u << 16;   // known at once
+constexpr size_t kUnitsMax = 1u << 15;   // known at once
 constexpr size_t kUnitBytes = 64;        // of a unit in the map
 
 }  // namespace
@@ -72,17 +72,14 @@ void Rehearsal::SetCapacity(uint64_t blocks) {
   }
 }
 
-void Rehearsal::Look(const Prefixes& prefix, const Access& access) {
+void Rehearsal::Look(const Prefixes& prefix, const Access& access, uint32_t found_blocks) {
   if (capacity_blocks_ == 0) return;
   looked_up_ += access.prompt_blocks;
+  found_ += found_blocks;
   size_t found = prefix.size();
   const std::vector<uint32_t> path = FindPath(prefix, &found);
-  std::array<double, kMiniatures> hits;
-  for (size_t at = 0; at < kMiniatures; ++at) {
-    hits[at] = static_cast<double>(LeadingIn(path, at));
-    miniatures_[at].CountHits(hits[at]);
-  }
-  Compare(hits[2 * kOwnScale], hits[2 * kOwnScale + 1]);
+  Compare();
+  CountHits(path, 0);
   for (uint32_t at : path) {
     if (units_[at].history.tick != access.tick) SetHistory(at, policy_->Again(units_[at].history, access));
   }
@@ -91,10 +88,7 @@ void Rehearsal::Look(const Prefixes& prefix, const Access& access) {
 void Rehearsal::Store(const Prefixes& prefix, size_t found, const Access& access) {
   if (capacity_blocks_ == 0) return;
   std::vector<uint32_t> path = FindPath(prefix, &found);
-  for (size_t at = 0; at < kMiniatures; ++at) {
-    const size_t leading = LeadingIn(path, at);
-    if (leading > found) miniatures_[at].CountHits(static_cast<double>(leading - found));
-  }
+  CountHits(path, found);
   for (size_t place = 0; place < path.size(); ++place) {
     const History& history = units_[path[place]].history;
     if (history.tick == access.tick) continue;
@@ -128,6 +122,17 @@ std::vector<uint32_t> Rehearsal::FindPath(const Prefixes& prefix, size_t* found)
   }
   *found = units_found;
   return path;
+}
+
+// Counts what each miniature has of the path, of which the first `counted` units were counted before.
+void Rehearsal::CountHits(const std::vector<uint32_t>& path, size_t counted) {
+  std::array<double, kMiniatures> hits{};
+  for (size_t at = 0; at < kMiniatures; ++at) {
+    const size_t leading = LeadingIn(path, at);
+    if (leading > counted) hits[at] = static_cast<double>(leading - counted);
+    miniatures_[at].CountHits(hits[at]);
+  }
+  request_lead_ += hits[2 * kOwnScale + 1] - hits[2 * kOwnScale];
 }
 
 size_t Rehearsal::LeadingIn(const std::vector<uint32_t>& path, size_t miniature) const {
@@ -202,11 +207,11 @@ void Rehearsal::Evict(size_t miniature, uint64_t now) {
 }
 
 // Recency takes over when it leads by more than chance explains, until it leads no more.
-void Rehearsal::Compare(double survival_hits, double recency_hits) {
+void Rehearsal::Compare() {
   const double fade = std::exp2(-1 / kHalfLifeRequests);
-  const double lead = recency_hits - survival_hits;
-  lead_ = lead_ * fade + lead;
-  lead_variance_ = lead_variance_ * fade * fade + lead * lead;
+  lead_ = lead_ * fade + request_lead_;
+  lead_variance_ = lead_variance_ * fade * fade + request_lead_ * request_lead_;
+  request_lead_ = 0;
   prefers_recency_ = prefers_recency_ ? lead_ > 0 : lead_ > kLeadDeviations * std::sqrt(lead_variance_);
 }
 
@@ -234,22 +239,28 @@ void Rehearsal::ForgetOldUnits() {
 // Begins anew with another part of the units.
 void Rehearsal::Restart(uint64_t mask) {
   mask_ = mask;
-  looked_up_ = 0;
+  looked_up_ = found_ = request_lead_ = lead_ = lead_variance_ = 0;
   at_.clear();
   units_.clear();
   free_.clear();
   for (size_t at = 0; at < kMiniatures; ++at) miniatures_[at] = Miniature(policy_, miniatures_[at].order());
 }
 
-std::vector<RehearsedHits> Rehearsal::hits() const {
-  std::vector<RehearsedHits> all;
+// What is found at the own capacity is known, so the miniatures tell the differences to it: prefixes that everybody shares,
+// of which a sample has too many or too few, are found at all sizes and cancel out.
+Rehearsed Rehearsal::result() const {
+  Rehearsed result{looked_up_, found_, {}};
+  if (capacity_blocks_ == 0) return result;
   const double blocks_per_unit = static_cast<double>(mask_ + 1) * unit_blocks_;
-  for (size_t scale = 0; capacity_blocks_ > 0 && scale < kScales; ++scale) {
+  const auto best_of = [&](size_t scale) {
+    return std::max(miniatures_[2 * scale].hits(), miniatures_[2 * scale + 1].hits()) * blocks_per_unit;
+  };
+  for (size_t scale = 0; scale < kScales; ++scale) {
+    const double found = found_ + best_of(scale) - best_of(kOwnScale);
     const auto blocks = static_cast<uint64_t>(static_cast<double>(capacity_blocks_) * kScale[scale]);
-    all.push_back(RehearsedHits{blocks, miniatures_[2 * scale].hits() * blocks_per_unit,
-                                miniatures_[2 * scale + 1].hits() * blocks_per_unit});
+    result.capacities.push_back(RehearsedCapacity{blocks, std::clamp(found, 0.0, looked_up_)});
   }
-  return all;
+  return result;
 }
 
 size_t Rehearsal::bytes() const {

@@ -59,11 +59,17 @@ class Miniature {
   std::map<uint16_t, std::set<Candidate>> queues_;
 };
 
-// What a cache of `blocks` would have found of the tokens looked up, in blocks.
-struct RehearsedHits {
+// What a cache of `blocks` would have found.
+struct RehearsedCapacity {
   uint64_t blocks;
-  double survival;
-  double recency;
+  double found;
+};
+
+// Counted in blocks since the tree was full.
+struct Rehearsed {
+  double looked_up;
+  double found;  // in the tree
+  std::vector<RehearsedCapacity> capacities;
 };
 
 class Rehearsal {
@@ -73,15 +79,15 @@ class Rehearsal {
   // Tells how many blocks the cache holds, now that it is full. Nothing is rehearsed before.
   void SetCapacity(uint64_t blocks);
 
-  // A request looked a prompt up. The fingerprints are those of what the tree has of it, from the root on.
-  void Look(const Prefixes& prefix, const Access& access);
+  // A request looked a prompt up, and found so many blocks in the cache. The fingerprints are those of what the tree has of
+  // it, from the root on.
+  void Look(const Prefixes& prefix, const Access& access, uint32_t found_blocks);
   // It stores the whole prompt, of which it had found the first `found` fingerprints.
   void Store(const Prefixes& prefix, size_t found, const Access& access);
 
   // Whether recency alone found more lately, at the capacity of the tree.
   bool prefers_recency() const { return prefers_recency_; }
-  double looked_up_blocks() const { return looked_up_; }
-  std::vector<RehearsedHits> hits() const;
+  Rehearsed result() const;
   size_t bytes() const;
 
  private:
@@ -109,7 +115,8 @@ class Rehearsal {
   uint32_t NewUnit(uint64_t fingerprint, uint32_t parent, const History& history);
   void Insert(const std::vector<uint32_t>& path, size_t miniature, uint64_t now);
   void Evict(size_t miniature, uint64_t now);
-  void Compare(double survival_hits, double recency_hits);
+  void CountHits(const std::vector<uint32_t>& path, size_t counted);
+  void Compare();
   void ForgetOldUnits();
   void Restart(uint64_t mask);
 
@@ -117,10 +124,12 @@ class Rehearsal {
   const uint32_t unit_blocks_;
   uint64_t capacity_blocks_ = 0;
   uint64_t mask_ = 0;
-  double lead_ = 0;           // of recency over the survival index at the capacity of the tree, lately
+  double request_lead_ = 0;   // of recency over the survival index with the request of late
+  double lead_ = 0;           // the sum of these, lately
   double lead_variance_ = 0;  // of that sum
   bool prefers_recency_ = false;
   double looked_up_ = 0;
+  double found_ = 0;
   std::vector<Miniature> miniatures_;
   std::unordered_map<uint64_t, uint32_t> at_;
   std::vector<Unit> units_;

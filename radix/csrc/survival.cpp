@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "rehearsal.h"
 
@@ -25,6 +27,7 @@ constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
 constexpr int kRefreshesPerRequest = 2;
+constexpr uint32_t kSavedVersion = 1;  // of the tables; on disk: never renumber
 
 struct AgeScale {
   Bins edge{};
@@ -39,6 +42,16 @@ struct AgeScale {
 const AgeScale kScale;
 
 double SecondsBetween(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) / kTicksPerSecond : 0; }
+
+double TakeAmount(SavedBytes* bytes) {
+  const auto amount = bytes->Take<double>();
+  if (!std::isfinite(amount) || amount < 0) throw std::invalid_argument("a saved life table counts below nothing");
+  return amount;
+}
+
+void TakeAmounts(SavedBytes* bytes, Bins* bins) {
+  for (double& amount : *bins) amount = TakeAmount(bytes);
+}
 
 int PowerOfTwo(double value, int limit) { return std::min(limit, std::max(0, std::ilogb(value))); }
 
@@ -111,17 +124,18 @@ void LifeTable::EndByUse(uint64_t born, uint64_t now, double weight) {
 void LifeTable::EndUnused(uint64_t born, uint64_t now, double weight) { End(born, now, weight); }
 
 void LifeTable::End(uint64_t born, uint64_t now, double weight) {
-  const auto after = std::upper_bound(cohorts_.begin(), cohorts_.end(), born,
-                                      [](uint64_t tick, const Cohort& cohort) { return tick < cohort.first_tick; });
-  if (after != cohorts_.begin()) {
-    Cohort& cohort = *(after - 1);
-    cohort.weight = std::max(0.0, cohort.weight - weight);
-  }
+  if (Cohort* cohort = CohortOf(born)) cohort->weight = std::max(0.0, cohort->weight - weight);
   const double age = SecondsBetween(born, now);
   ends_[AgeBin(age)] += weight;
   ended_age_[AgeBin(age)] += age * weight;
   ended_weight_ += weight;
   if (ended_weight_ > kFadeWeight) Fade();
+}
+
+LifeTable::Cohort* LifeTable::CohortOf(uint64_t born) {
+  const auto after = std::upper_bound(cohorts_.begin(), cohorts_.end(), born,
+                                      [](uint64_t tick, const Cohort& cohort) { return tick < cohort.first_tick; });
+  return after == cohorts_.begin() ? nullptr : &*(after - 1);
 }
 
 // Joins the two neighbours whose ages differ least in proportion; empty ones first.
@@ -172,13 +186,48 @@ void LifeTable::Sum(uint64_t now, Bins* uses, Bins* exposure) const {
 
 size_t LifeTable::bytes() const { return sizeof(*this) + cohorts_.capacity() * sizeof(Cohort); }
 
+void LifeTable::Save(std::string* bytes) const {
+  Put(bytes, uses_);
+  Put(bytes, ends_);
+  Put(bytes, ended_age_);
+  Put(bytes, ended_weight_);
+  Put(bytes, static_cast<uint32_t>(cohorts_.size()));
+  for (const Cohort& cohort : cohorts_) {
+    Put(bytes, cohort.first_tick);
+    Put(bytes, cohort.mean_tick);
+  }
+}
+
+void LifeTable::Load(SavedBytes* bytes, int64_t shift) {
+  TakeAmounts(bytes, &uses_);
+  TakeAmounts(bytes, &ends_);
+  TakeAmounts(bytes, &ended_age_);
+  ended_weight_ = TakeAmount(bytes);
+  const auto count = bytes->Take<uint32_t>();
+  if (count > kCohortsMax) throw std::invalid_argument("a saved life table has too many cohorts");
+  uint64_t previous_tick = 0;
+  for (uint32_t at = 0; at < count; ++at) {
+    const auto first_tick = bytes->Take<uint64_t>();
+    const double mean_tick = TakeAmount(bytes);
+    if (first_tick < previous_tick || first_tick > kTickMax || mean_tick > static_cast<double>(kTickMax)) {
+      throw std::invalid_argument("the cohorts of a saved life table are in no order");
+    }
+    previous_tick = first_tick;
+    cohorts_.push_back(Cohort{ShiftedTick(first_tick, shift), std::max(0.0, mean_tick + static_cast<double>(shift)), 0});
+  }
+}
+
+void LifeTable::Restore(uint64_t tick, double weight) {
+  if (Cohort* cohort = CohortOf(tick)) cohort->weight += weight;
+}
+
 // ---- histories ----
 
 SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks)
     : block_units_(block_tokens / kUnitTokens),
       queues_(static_cast<size_t>(kKinds) * kNews),
-      kinds_(kKinds),
-      rehearsal_(std::make_unique<Rehearsal>(this, prefix_blocks)) {
+      kinds_(kKinds) {
+  for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal = std::make_unique<Rehearsal>(this, prefix_blocks);
   for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
 }
 
@@ -266,18 +315,15 @@ void SurvivalPolicy::Forgotten(const History& history, uint64_t now, uint32_t bl
 
 // ---- rehearsing ----
 
-void SurvivalPolicy::LookedUp(const Prefixes& prefixes, const Access& access) { rehearsal_->Look(prefixes, access); }
+void SurvivalPolicy::LookedUp(const Prefixes& prefixes, const Access& access, const uint32_t (&found)[2]) {
+  for (int tier = 0; tier < 2; ++tier) rehearsals_[tier]->Look(prefixes, access, found[tier]);
+}
 
 void SurvivalPolicy::Stored(const Prefixes& prefixes, size_t found, const Access& access) {
-  rehearsal_->Store(prefixes, found, access);
+  for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal->Store(prefixes, found, access);
 }
 
-// What leaves the lower tier is gone, so as soon as that one is full it is what matters.
-void SurvivalPolicy::Full(int tier, uint32_t blocks) {
-  if (tier < full_tier_) return;
-  full_tier_ = tier;
-  rehearsal_->SetCapacity(blocks);
-}
+void SurvivalPolicy::Full(int tier, uint32_t blocks) { rehearsals_[tier]->SetCapacity(blocks); }
 
 // ---- what the tables tell ----
 
@@ -388,7 +434,7 @@ double SurvivalPolicy::IndexOf(uint16_t queue, double seconds) const {
 }
 
 double SurvivalPolicy::ValueOf(const History& history, uint64_t now) const {
-  if (rehearsal_->prefers_recency()) return 1 / (1 + SecondsBetween(history.tick, now));
+  if (rehearsals_[0]->prefers_recency()) return 1 / (1 + SecondsBetween(history.tick, now));
   return IndexOf(history.queue, SecondsBetween(history.tick, now));
 }
 
@@ -419,7 +465,7 @@ uint32_t SurvivalPolicy::LeastRecent(const Candidates& candidates) const {
 }
 
 uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t now) {
-  if (rehearsal_->prefers_recency()) return LeastRecent(candidates);
+  if (rehearsals_[tier]->prefers_recency()) return LeastRecent(candidates);
   std::vector<Offer>& offers = offers_[tier];
   if (offers_tick_[tier] != now) {
     for (Offer& offer : offers) offer.version = 0;
@@ -434,10 +480,82 @@ uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t
   return best == nullptr ? kNone : best->node;
 }
 
+// ---- saving ----
+
+// The first piece is the version; each of the others a queue, with what was derived from its table when it was last
+// looked at, so that the order of victims is what it was.
+void SurvivalPolicy::Save(uint32_t piece, std::string* bytes) const {
+  if (piece == 0) {
+    Put(bytes, kSavedVersion);
+    return;
+  }
+  const uint16_t queue = opened_[piece - 1];
+  const Queue& own = *queues_[queue];
+  Put(bytes, queue);
+  own.lives.Save(bytes);
+  Put(bytes, own.total_uses);
+  Put(bytes, own.expected_uses);
+  Put(bytes, own.index);
+}
+
+void SurvivalPolicy::Load(SavedBytes pieces, int64_t shift) {
+  const auto version = pieces.Take<uint32_t>();
+  if (version != kSavedVersion) {
+    throw std::invalid_argument("life tables have version " + std::to_string(version) + ", expected " +
+                                std::to_string(kSavedVersion));
+  }
+  std::vector<std::unique_ptr<Queue>> loaded(queues_.size());
+  std::vector<uint16_t> opened;
+  while (!pieces.empty()) {
+    const auto queue = pieces.Take<uint16_t>();
+    if (queue >= loaded.size() || loaded[queue]) {
+      throw std::invalid_argument("a life table is of queue " + std::to_string(queue) + ", which is twice there or none");
+    }
+    loaded[queue] = std::make_unique<Queue>();
+    opened.push_back(queue);
+    Queue& own = *loaded[queue];
+    own.lives.Load(&pieces, shift);
+    own.total_uses = TakeAmount(&pieces);
+    own.expected_uses = TakeAmount(&pieces);
+    for (float& value : own.index) {
+      value = pieces.Take<float>();
+      if (!std::isfinite(value) || value < 0) throw std::invalid_argument("a saved index is below 0");
+    }
+  }
+  Forget();
+  queues_.swap(loaded);
+  opened_.swap(opened);
+  for (uint16_t queue : opened_) {
+    Recount(queue, 0);
+    const auto row = static_cast<size_t>(RiskGroupOf(KindOf(queue)));
+    const auto column = static_cast<size_t>(queue % kNews);
+    risk_uses_[row][column] += queues_[queue]->total_uses;
+    risk_expected_[row][column] += queues_[queue]->expected_uses;
+  }
+}
+
+void SurvivalPolicy::Forget() {
+  next_refresh_ = 0;
+  all_ = Totals{};
+  groups_.fill(Totals{});
+  kinds_.assign(kinds_.size(), Totals{});
+  for (auto& row : risk_uses_) row.fill(0);
+  for (auto& row : risk_expected_) row.fill(0);
+  for (std::vector<Offer>& offers : offers_) offers.assign(offers.size(), Offer{});
+}
+
+void SurvivalPolicy::Restored(const History& history, uint32_t blocks) {
+  Open(history.queue).lives.Restore(history.tick, static_cast<double>(history.weight) * blocks);
+}
+
+void SurvivalPolicy::Resume(uint64_t now) {
+  for (uint16_t queue : opened_) Recount(queue, now);
+}
+
 size_t SurvivalPolicy::bytes() const {
   size_t bytes = sizeof(*this) + queues_.size() * sizeof(queues_[0]) + kinds_.size() * sizeof(Totals) +
                  2 * offers_[0].size() * sizeof(Offer) + opened_.capacity() * sizeof(uint16_t);
-  bytes += rehearsal_->bytes();
+  for (const std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) bytes += rehearsal->bytes();
   for (uint16_t queue : opened_) bytes += sizeof(Queue) + queues_[queue]->lives.bytes();
   return bytes;
 }

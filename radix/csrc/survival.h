@@ -39,6 +39,11 @@ class LifeTable {
   void Sum(uint64_t now, Bins* uses, Bins* exposure) const;
   size_t bytes() const;
 
+  // Saved are the lives that ended, and when those began that go on; Restore brings these back one by one.
+  void Save(std::string* bytes) const;
+  void Load(SavedBytes* bytes, int64_t shift);
+  void Restore(uint64_t tick, double weight);
+
  private:
   // Lives that began at about the same time. Older cohorts span more, as bins do.
   struct Cohort {
@@ -48,6 +53,7 @@ class LifeTable {
   };
 
   void End(uint64_t born, uint64_t now, double weight);
+  Cohort* CohortOf(uint64_t born);  // null where it was before all of them
   void MergeCohorts();
   void Fade();
 
@@ -74,15 +80,25 @@ class SurvivalPolicy : public EvictionPolicy {
   History Renewed(const History& before, const Access& access, uint32_t blocks) override;
   History Hinted(const History& before, const Hint& hint, uint32_t blocks) override;
   void Forgotten(const History& history, uint64_t now, uint32_t blocks) override;
-  void LookedUp(const Prefixes& prefixes, const Access& access) override;
+  void LookedUp(const Prefixes& prefixes, const Access& access, const uint32_t (&found)[2]) override;
   void Stored(const Prefixes& prefixes, size_t found, const Access& access) override;
   void Full(int tier, uint32_t blocks) override;
-  const Rehearsal* rehearsal() const override { return rehearsal_.get(); }
-  double ghost_ratio() const override { return 3; }
+  bool rehearses() const override { return true; }
+  const Rehearsal* rehearsal(int tier) const override { return rehearsals_[tier].get(); }
+  double ghost_ratio() const override { return 16; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
   uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) override;
   double ValueOf(const History& history, uint64_t now) const override;
   size_t bytes() const override;
+  uint32_t piece_count() const override { return 1 + static_cast<uint32_t>(opened_.size()); }
+  void Save(uint32_t piece, std::string* bytes) const override;
+  void Load(SavedBytes pieces, int64_t shift) override;
+  bool Understands(const History& history) const override {
+    return history.queue < queues_.size() && history.accesses > 0 && IsSane(history);
+  }
+  void Restored(const History& history, uint32_t blocks) override;
+  void RestoredGhost(const History& history) override { Restored(history, 1); }
+  void Resume(uint64_t now) override;
 
   // Of a block of `queue` at an age in seconds.
   double IndexOf(uint16_t queue, double seconds) const;
@@ -128,6 +144,7 @@ class SurvivalPolicy : public EvictionPolicy {
   float WeightOf(const Access& access) const;
   History Begin(History history, uint32_t blocks);
   Queue& Open(uint16_t queue);
+  void Forget();
   void RefreshNext(uint64_t now);
   void Refresh(uint16_t queue, uint64_t now);
   void Recount(uint16_t queue, uint64_t now);
@@ -148,8 +165,7 @@ class SurvivalPolicy : public EvictionPolicy {
   std::array<std::array<double, kNews>, kRiskGroups> risk_expected_{};
   std::vector<Offer> offers_[2];
   uint64_t offers_tick_[2] = {0, 0};
-  int full_tier_ = 0;
-  std::unique_ptr<Rehearsal> rehearsal_;
+  std::unique_ptr<Rehearsal> rehearsals_[2];  // for each tier
 };
 
 }  // namespace kvstore

@@ -238,6 +238,15 @@ def test_a_lease_of_more_blocks_than_the_prompt_has_is_refused(attacker: Attacke
         refused(lambda request=request: attacker.cache.Lease(request), INVALID)
 
 
+def test_a_hint_that_says_nothing_or_what_cannot_be_is_refused(attacker: Attacker):
+    named = {"session_id": attacker.session_id, "prompt": attacker.prompt}
+    refused(lambda: attacker.cache.Hint(pb.HintRequest(**named)), INVALID, "the hint says neither")
+    for seconds, nanos in ((-1, 0), (0, -1), (10**9, 0), (2**63 - 1, 2**31 - 1), (-(2**63), 0)):
+        request = pb.HintRequest(**named)
+        request.next.seconds, request.next.nanos = seconds, nanos
+        refused(lambda request=request: attacker.cache.Hint(request), INVALID, "seconds is")
+
+
 @pytest.mark.parametrize("lease_id", [0, 1])
 def test_an_id_that_is_none_or_in_use_is_refused(attacker: Attacker, lease_id: int):
     request = pb.LeaseRequest(session_id=attacker.session_id, prompt=attacker.prompt, lease_id=lease_id)

@@ -79,6 +79,28 @@ class MatchResponse(_message.Message):
     runs: _containers.RepeatedCompositeFieldContainer[_block_pb2.TierRun]
     def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[_block_pb2.TierRun, _Mapping]]] = ...) -> None: ...
 
+class HintRequest(_message.Message):
+    __slots__ = ("session_id", "prompt", "next", "end")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    prompt: _block_pb2.Prompt
+    next: _duration_pb2.Duration
+    end: SessionEnd
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., next: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ...) -> None: ...
+
+class SessionEnd(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HintResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
 class LeaseRequest(_message.Message):
     __slots__ = ("session_id", "prompt", "blocks", "lease_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

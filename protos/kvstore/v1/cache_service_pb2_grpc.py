@@ -56,6 +56,11 @@ class CacheServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_cache__service__pb2.MatchRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_cache__service__pb2.MatchResponse.FromString,
                 _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/kvstore.v1.CacheService/Hint',
+                request_serializer=kvstore_dot_v1_dot_cache__service__pb2.HintRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__service__pb2.HintResponse.FromString,
+                _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/kvstore.v1.CacheService/Lease',
                 request_serializer=kvstore_dot_v1_dot_cache__service__pb2.LeaseRequest.SerializeToString,
@@ -136,6 +141,13 @@ class CacheServiceServicer(object):
 
     def Match(self, request, context):
         """Finds the longest stored prefix. It protects nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hint(self, request, context):
+        """Tells when a prompt will be used again. It protects nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,6 +241,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Match,
                     request_deserializer=kvstore_dot_v1_dot_cache__service__pb2.MatchRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_cache__service__pb2.MatchResponse.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=kvstore_dot_v1_dot_cache__service__pb2.HintRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__service__pb2.HintResponse.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
@@ -369,6 +386,33 @@ class CacheService(object):
             '/kvstore.v1.CacheService/Match',
             kvstore_dot_v1_dot_cache__service__pb2.MatchRequest.SerializeToString,
             kvstore_dot_v1_dot_cache__service__pb2.MatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.CacheService/Hint',
+            kvstore_dot_v1_dot_cache__service__pb2.HintRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__service__pb2.HintResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import (
+    EVICTION_POLICIES,
     Config,
     HostConfig,
     LimitsConfig,
+    QuotaConfig,
     StoreConfig,
     load_config,
     read_secret,
@@ -18,6 +20,7 @@ from kvstore.config import (
     user_cache_dir,
 )
 from kvstore.errors import ConfigError
+from kvstore.radix.tree import POLICIES
 from kvstore.store import StoreSettings
 from kvstore.transport.limits import ServiceLimits
 
@@ -153,6 +156,47 @@ def test_tenants_are_read_by_name(tmp_path):
     assert {"team.a": ("new", "old"), "b": ("one",)} == {name: known.secret_files for name, known in tenants.items()}
 
 
+def test_quotas_keep_the_order_of_the_file_and_can_be_overridden_by_number(tmp_path):
+    tables = [f'[[quota]]\ntenant = "t{number}"\nhost_max = "{number}MiB"\npriority = 2\n' for number in range(1, 12)]
+    file = write(tmp_path, "\n".join(tables))
+
+    loaded = load_config(file=file, environ={"KVSTORE_QUOTA__2__HOST_MIN": "1MiB"}, flags={"quota.11.priority": "0.5"})
+
+    quotas = loaded.config.quotas
+    assert [f"t{number}" for number in range(1, 12)] == [quota.tenant for quota in quotas]
+    assert (2**20, 2 * 2**20, 2.0, 0.5) == (
+        quotas[1].host_min,
+        quotas[1].host_max,
+        quotas[1].priority,
+        quotas[10].priority,
+    )
+    assert QuotaConfig(tenant="t1", host_max=2**20, priority=2.0) == quotas[0]
+    assert "environment" == {row.key: row.origin for row in loaded.origins}["quota.2.host_min"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('host_min = "2MiB"\nhost_max = "1MiB"', "quota.1.host_min is 2097152, expected at most host_max"),
+        ('disk_min = "1MiB"', "quota.1.disk_min is 1048576, expected at most the tier's capacity, which is 0"),
+        ("priority = 0", "quota.1.priority is 0 .*expected a number above 0"),
+        ("priority = nan", "quota.1.priority is nan .*expected a number above 0"),
+        ("priority = true", "quota.1.priority is True .*expected a number above 0"),
+        ('host_max = "-1"', "quota.1.host_max is '-1' .*expected a size"),
+        ("host_maximum = 1", "unknown setting 'quota.1.host_maximum' .*nearest one is 'quota.<name>.host_max'"),
+    ],
+)
+def test_a_quota_that_cannot_be_is_named_by_its_number(tmp_path, text, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_config(file=write(tmp_path, f"[[quota]]\n{text}\n"), environ={})
+
+
+def test_the_policies_that_can_be_chosen_are_those_of_the_index():
+    assert EVICTION_POLICIES == POLICIES
+    with pytest.raises(ConfigError, match=r"eviction_policy is 'mru' .*expected one of survival, lru, lfu"):
+        load_config(environ={}, flags={"store.eviction_policy": "mru"})
+
+
 def test_disk_is_off_without_a_data_dir_and_on_with_one():
     assert load_config(environ={}).config.disk_bytes == 0
     assert load_config(environ={}, flags={"data_dir": "/d"}).config.disk_bytes == 10 * 2**30
@@ -167,7 +211,7 @@ def test_host_capacity_is_decided_at_start_unless_given():
 
 def test_the_limits_are_those_of_the_transport_and_the_store_with_the_same_defaults():
     assert asdict(ServiceLimits()) == asdict(LimitsConfig())
-    others = ("events_bytes",)
+    others = ("events_bytes", "quotas")
     assert {k: v for k, v in asdict(StoreSettings()).items() if k not in others} == asdict(StoreConfig())
     assert StoreSettings().events_bytes == Config().events.capacity_bytes
 

@@ -19,7 +19,7 @@ from kvstore.metrics import (
     make_registry,
     metric_names,
 )
-from kvstore.types import StoreStats, TierStats
+from kvstore.types import StoreStats, TierStats, WhatIf
 
 STATS = StoreStats(
     tiers={"host": TierStats(1000, 600, 6), "disk": TierStats(9000, 2000, 20)},
@@ -38,6 +38,8 @@ STATS = StoreStats(
     stages=13,
     pins=14,
     index_bytes=4096,
+    policy_bytes=2048,
+    what_if=(WhatIf("host", 0.5, 500, 0.25),),
 )
 
 
@@ -83,6 +85,9 @@ def test_each_store_metric_has_the_exact_value_of_the_store():
         ("kvstore_stages", ""): 13,
         ("kvstore_pins", ""): 14,
         ("kvstore_index_bytes", ""): 4096,
+        ("kvstore_policy_bytes", ""): 2048,
+        ("kvstore_what_if_capacity_bytes", "host,0.5"): 500,
+        ("kvstore_what_if_hit_ratio", "host,0.5"): 0.25,
     }
     assert expected == {name: value for name, value in found.items() if name[0].startswith("kvstore_")}
 
@@ -92,6 +97,8 @@ def test_every_counter_of_the_store_moves_a_metric(name):
     value = getattr(STATS, name)
     if name == "tiers":
         changed = {"host": TierStats(1001, 601, 7), "disk": value["disk"]}
+    elif name == "what_if":
+        changed = (WhatIf("host", 0.5, 501, 0.25),)
     else:
         changed = {**value, "other": 9} if isinstance(value, dict) else value + 1
 

@@ -58,7 +58,7 @@ def test_the_size_of_a_block_is_told_by_the_longest_request(tokens, blocks):
 
 
 def test_partial_last_blocks_are_left_out_where_requests_list_them():
-    made = [RawRequest(0.0, 9, np.array([1, 2, 3])), RawRequest(0.0, 8, np.array([1, 4]))]
+    made = [RawRequest(0.0, 9, np.array([1, 2, 3])), RawRequest(0.5, 8, np.array([1, 4]))]
     trace = assemble_trace(made, name="t", block_tokens=4)
 
     assert [[0, 1], [0, 2]] == [trace.path(at).tolist() for at in range(2)]
@@ -66,11 +66,20 @@ def test_partial_last_blocks_are_left_out_where_requests_list_them():
 
 
 def test_where_lengths_do_not_fit_the_list_holds():
-    made = [RawRequest(0.0, 9, np.array([1, 2, 3])), RawRequest(0.0, 9, np.array([1, 4]))]
+    made = [RawRequest(0.0, 9, np.array([1, 2, 3])), RawRequest(0.5, 9, np.array([1, 4]))]
     trace = assemble_trace(made, name="t", block_tokens=4)
 
     assert [3, 2] == trace.block_counts().tolist()
     assert ("1 requests list more blocks than their tokens fill; all of them count as whole",) == trace.notes
+
+
+def test_where_no_request_has_a_time_each_takes_a_second():
+    untimed = assemble_trace(requests([1], [2], [3]), name="t")
+    assert [0.0, 1.0, 2.0] == untimed.seconds.tolist()
+    assert ("the trace tells no times; from one request to the next counts as one second",) == untimed.notes
+
+    made = [RawRequest(at, 4, np.array([1])) for at in (0.0, 0.0, 0.25)]
+    assert [0.0, 0.0, 0.25] == assemble_trace(made, name="t").seconds.tolist()
 
 
 def test_a_trace_without_requests_is_refused(write_lines):
