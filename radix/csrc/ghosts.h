@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "mix.h"
@@ -25,7 +27,10 @@ class Ghosts {
 
   bool empty() const { return size_ == 0; }
   size_t size() const { return size_; }
-  size_t bytes() const { return entries_.capacity() * sizeof(Entry) + places_.capacity() * sizeof(places_[0]); }
+  size_t bytes() const {
+    return entries_.capacity() * sizeof(Entry) + free_.capacity() * sizeof(uint32_t) +
+           places_.capacity() * sizeof(places_[0]) + order_.size() * sizeof(order_[0]);
+  }
 
   // `ghosts_max` would be kept if none were thinned out. Calls forget(history) for what does not fit any more.
   template <typename Forget>
@@ -37,8 +42,9 @@ class Ghosts {
     if (const std::optional<History> before = Take(fingerprint)) forget(*before);
     Insert(fingerprint, history);
     const auto kept = static_cast<double>(mask_ + 1);
-    while (static_cast<double>(size_) * kept > std::max(ghosts_max, kGhostsLeast)) Forgo(oldest_, forget);
+    while (static_cast<double>(size_) * kept > std::max(ghosts_max, kGhostsLeast)) DropOldest(forget);
     if (size_ > kGhostsMax) Thin(forget);
+    if (order_.size() > 2 * size_ + 64) SkipStale();
   }
 
   // Takes the history of this prefix out.
@@ -62,22 +68,21 @@ class Ghosts {
     const auto is_before = [](const std::pair<uint64_t, uint64_t>& item, uint64_t value) { return item.second < value; };
     for (auto item = std::lower_bound(order_.begin(), order_.end(), first, is_before); item != order_.end(); ++item) {
       if (limit-- == 0) return item->second;
-      if (!IsStale(*item)) visit(item->first, histories_.find(item->first)->second.history);
+      if (!IsStale(*item)) visit(item->first, entries_[EntryAt(PlaceOf(item->first))].history);
     }
     return 0;
   }
 
   // Forgets all, for ghosts that Restore brings, thinned out by `mask`.
   void StartAnew(uint64_t mask) {
-    histories_.clear();
-    order_.clear();
+    *this = Ghosts();
     mask_ = mask;
   }
 
   // False where there is one of this fingerprint already, or where it is thinned out.
   bool Restore(uint64_t fingerprint, const History& history) {
-    if (IsThinned(fingerprint) || !histories_.try_emplace(fingerprint, Entry{history, sequence_ + 1}).second) return false;
-    order_.emplace_back(fingerprint, ++sequence_);
+    if (IsThinned(fingerprint) || (!empty() && places_[PlaceOf(fingerprint)] != 0)) return false;
+    Insert(fingerprint, history);
     return true;
   }
 
@@ -88,14 +93,19 @@ class Ghosts {
   struct Entry {
     uint64_t fingerprint = 0;
     History history;
-    uint32_t older = kNone;
-    uint32_t newer = kNone;  // of one that is free: the next free one
+    uint64_t sequence = 0;
   };
 
   bool IsThinned(uint64_t fingerprint) const { return ((fingerprint >> 32) & mask_) != 0; }
   size_t HomeOf(uint64_t fingerprint) const { return Mix(fingerprint, kMixFactor) & (places_.size() - 1); }
   size_t After(size_t place) const { return (place + 1) & (places_.size() - 1); }
   uint32_t EntryAt(size_t place) const { return static_cast<uint32_t>(places_[place]) - 1; }
+
+  bool IsStale(const std::pair<uint64_t, uint64_t>& item) const {
+    if (empty()) return true;
+    const uint64_t place = places_[PlaceOf(item.first)];
+    return place == 0 || entries_[static_cast<uint32_t>(place) - 1].sequence != item.second;
+  }
 
   // What tells most others apart, and the entry. Never 0.
   static uint64_t PlaceFor(uint64_t fingerprint, uint32_t entry) {
@@ -115,26 +125,20 @@ class Ghosts {
 
   void Insert(uint64_t fingerprint, const History& history) {
     if (5 * (size_ + 1) > 3 * places_.size()) Rehash();
-    if (free_ == kNone) {
-      free_ = static_cast<uint32_t>(entries_.size());
+    if (free_.empty()) {
+      free_.push_back(static_cast<uint32_t>(entries_.size()));
       entries_.emplace_back();
     }
-    const uint32_t at = free_;
-    free_ = entries_[at].newer;
-    entries_[at] = Entry{fingerprint, history, newest_, kNone};
-    (newest_ == kNone ? oldest_ : entries_[newest_].newer) = at;
-    newest_ = at;
+    const uint32_t at = free_.back();
+    free_.pop_back();
+    entries_[at] = Entry{fingerprint, history, ++sequence_};
     places_[PlaceOf(fingerprint)] = PlaceFor(fingerprint, at);
+    order_.emplace_back(fingerprint, sequence_);
     ++size_;
   }
 
   void Remove(size_t place) {
-    const uint32_t at = EntryAt(place);
-    Entry& entry = entries_[at];
-    (entry.older == kNone ? oldest_ : entries_[entry.older].newer) = entry.newer;
-    (entry.newer == kNone ? newest_ : entries_[entry.newer].older) = entry.older;
-    entry.newer = free_;
-    free_ = at;
+    free_.push_back(EntryAt(place));
     --size_;
     // What lies behind moves up as far as its home allows, so that no place is passed in vain.
     size_t hole = place;
@@ -149,34 +153,50 @@ class Ghosts {
   }
 
   void Rehash() {
-    places_.assign(std::max(kPlacesLeast, 2 * places_.size()), 0);
-    for (uint32_t at = oldest_; at != kNone; at = entries_[at].newer) {
-      const uint64_t fingerprint = entries_[at].fingerprint;
-      places_[PlaceOf(fingerprint)] = PlaceFor(fingerprint, at);
+    std::vector<uint64_t> before(std::max(kPlacesLeast, 2 * places_.size()), 0);
+    before.swap(places_);
+    for (uint64_t place : before) {
+      if (place == 0) continue;
+      places_[PlaceOf(entries_[static_cast<uint32_t>(place) - 1].fingerprint)] = place;
     }
   }
 
   template <typename Forget>
-  void Forgo(uint32_t at, Forget forget) {
-    forget(entries_[at].history);
-    Remove(PlaceOf(entries_[at].fingerprint));
+  void Forgo(uint64_t fingerprint, Forget forget) {
+    const size_t place = PlaceOf(fingerprint);
+    forget(entries_[EntryAt(place)].history);
+    Remove(place);
+  }
+
+  template <typename Forget>
+  void DropOldest(Forget forget) {
+    while (IsStale(order_.front())) order_.pop_front();
+    Forgo(order_.front().first, forget);
+    order_.pop_front();
   }
 
   template <typename Forget>
   void Thin(Forget forget) {
     mask_ = mask_ * 2 + 1;
-    for (uint32_t at = oldest_; at != kNone;) {
-      const uint32_t newer = entries_[at].newer;
-      if (IsThinned(entries_[at].fingerprint)) Forgo(at, forget);
-      at = newer;
+    for (const auto& item : order_) {
+      if (IsThinned(item.first) && !IsStale(item)) Forgo(item.first, forget);
     }
+    SkipStale();
+  }
+
+  void SkipStale() {
+    std::deque<std::pair<uint64_t, uint64_t>> live;
+    for (const auto& item : order_) {
+      if (!IsStale(item)) live.push_back(item);
+    }
+    order_.swap(live);
   }
 
   std::vector<uint64_t> places_;  // a power of two of them; 0 is empty
-  std::vector<Entry> entries_;    // linked by age
-  uint32_t oldest_ = kNone;
-  uint32_t newest_ = kNone;
-  uint32_t free_ = kNone;
+  std::vector<Entry> entries_;
+  std::vector<uint32_t> free_;  // entries without a place
+  std::deque<std::pair<uint64_t, uint64_t>> order_;  // fingerprints and sequence numbers as they came, some gone by now
+  uint64_t sequence_ = 0;
   size_t size_ = 0;
   uint64_t mask_ = 0;
 };
