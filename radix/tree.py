@@ -225,10 +225,11 @@ class RadixTree:
         return self._native.victim_value(_index_of(tier), tick)
 
     def rehearsed(self, tier: Tier) -> tuple[float, float, list[tuple[int, float]]]:
-        """What other capacities of `tier` would have found: (blocks looked up, blocks found, [(capacity, blocks found)]).
+        """What other capacities of `tier` would have found: (blocks looked up, found, [(capacity, blocks found)]).
 
-        Found is what was in `tier` or in one before it. Counted since `tier` was full; the list is empty until then, and for policies that do not rehearse. The
-        capacities are a quarter, a half, one, two and four times the blocks that the tier has.
+        Found is what was in `tier` or in one before it. Counted since `tier` was full; the list is empty until then,
+        and for policies that do not rehearse. The capacities are a quarter, a half, one, two and four times the blocks
+        that the tier has.
         """
         return self._native.rehearsed(_index_of(tier))
 

@@ -1,8 +1,8 @@
 """A naive model of the radix tree: the same contract in dicts, slow and easy to believe.
 
 Every answer of `kvstore.radix.tree.RadixTree` is compared with it. Of the eviction policies it knows LRU; of others it
-knows which blocks may leave (`take`). Ids differ between the two and are never reused here. Where the contract leaves an
-order open, the model gives one and the comparison ignores it.
+knows which blocks may leave (`take`). Ids differ between the two and are never reused here. Where the contract leaves
+an order open, the model gives one and the comparison ignores it.
 
 Nothing is ever condemned here: what the tree takes out in slices goes at once. So what several calls removed is
 compared when the tree has nothing left to reap. Users of blocks notice nothing else: condemned ones are like detached.

@@ -14,6 +14,7 @@ import kvstore
 from kvstore.radix.tree import POLICIES
 from kvstore.replay.node import Found, Node
 from kvstore.replay.policies import make_tree
+from kvstore.store import StoreSettings
 from kvstore.types import KvLayout, Namespace, Tier
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ BLOCK_TOKENS = 2
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=4, dtype="int8", block_tokens=BLOCK_TOKENS)
 NAMESPACE = Namespace(model="replay", revision="1", layout=LAYOUT)
 DISK_BYTES = 1 << 20
+LRU = StoreSettings(eviction_policy="lru")
 Blocks: TypeAlias = tuple[int, ...]
 
 prompts = st.lists(st.lists(st.integers(1, 3), max_size=6).map(tuple), min_size=1, max_size=40)
@@ -103,7 +105,7 @@ def serve(store: KvStore, prompt: Blocks) -> Found:
 def test_hits_are_those_of_the_store(seed):
     capacity = 3 + 5 * seed
     node = new_node(capacity)
-    with kvstore.open(host_bytes=capacity * LAYOUT.block_bytes) as store:
+    with kvstore.open(host_bytes=capacity * LAYOUT.block_bytes, settings=LRU) as store:
         for prompt in random_prompts(seed, 200):
             assert serve(store, prompt) == node.serve(tokens(prompt), 0)
 
@@ -111,12 +113,13 @@ def test_hits_are_those_of_the_store(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_hits_by_tier_are_those_of_the_store(seed, tmp_path: Path):
     host_blocks = 3 + 2 * seed
-    with kvstore.open(tmp_path / "probe", host_bytes=LAYOUT.block_bytes, disk_bytes=DISK_BYTES) as store:
+    with kvstore.open(tmp_path / "probe", settings=LRU, host_bytes=LAYOUT.block_bytes, disk_bytes=DISK_BYTES) as store:
         for first in range(100, 400):
             serve(store, (first,))
         disk_blocks = store.stats().tiers["disk"].blocks
     node = new_node(host_blocks, disk_blocks)
-    with kvstore.open(tmp_path / "data", host_bytes=host_blocks * LAYOUT.block_bytes, disk_bytes=DISK_BYTES) as store:
+    host_bytes = host_blocks * LAYOUT.block_bytes
+    with kvstore.open(tmp_path / "data", settings=LRU, host_bytes=host_bytes, disk_bytes=DISK_BYTES) as store:
         for prompt in random_prompts(seed, 150):
             assert serve(store, prompt) == node.serve(tokens(prompt), 0)
     assert node.demoted_blocks > disk_blocks

@@ -63,6 +63,19 @@ struct GhostsPart {
   Ghosts ghosts;
   size_t size_max = 0;
 
+  // Saves all in slices of seven, and restores them.
+  void Reload() {
+    std::vector<std::pair<uint64_t, History>> saved;
+    uint64_t next = 0;
+    do {
+      next = ghosts.VisitFrom(next, 7, [&](uint64_t fingerprint, const History& history) {
+        saved.emplace_back(fingerprint, history);
+      });
+    } while (next != 0);
+    ghosts.StartAnew(ghosts.mask());
+    for (const auto& [fingerprint, history] : saved) ghosts.Restore(fingerprint, history);
+  }
+
   void Do(const std::string& verb, std::istream& in, std::ostream& out) {
     uint64_t fingerprint = 0;
     in >> fingerprint;
@@ -77,6 +90,7 @@ struct GhostsPart {
                    [&](const History& history) { out << history.tick << ' '; });
       }
     }
+    if (verb == "reload") Reload();
     if (verb == "take") {
       const std::optional<History> taken = ghosts.Take(fingerprint);
       if (taken) out << taken->tick << ' ';

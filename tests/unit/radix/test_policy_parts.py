@@ -147,7 +147,9 @@ class NaiveGhosts:
 
 
 def compare_ghosts(parts: Parts, naive: NaiveGhosts, op: int, first: int, tick: int, count: int, limit: int) -> None:
-    if op == 0:
+    if op == 3:
+        told = parts.ask("ghosts", "reload")
+    elif op == 0:
         told = parts.ask("ghosts", "take", first << 32)
         assert naive.take(first << 32) == numbers(told[0])
     else:
@@ -159,7 +161,7 @@ def compare_ghosts(parts: Parts, naive: NaiveGhosts, op: int, first: int, tick: 
 
 ghost_commands = st.lists(
     st.tuples(
-        st.integers(0, 2), st.integers(0, 3000), st.sampled_from([1, 2, 700]), st.sampled_from([0, 1024, 1500, 10**6])
+        st.integers(0, 3), st.integers(0, 3000), st.sampled_from([1, 2, 700]), st.sampled_from([0, 1024, 1500, 10**6])
     ),
     max_size=12,
 )
@@ -180,6 +182,7 @@ def test_ghosts_beyond_their_number_are_thinned_so_that_they_reach_as_far_back(p
     for batch in range(12):
         compare_ghosts(parts, naive, 1, 20_000 * batch, 20_000 * batch, 20_000, 200_000)
         compare_ghosts(parts, naive, 0, 20_000 * batch + batch, 0, 0, 0)
+        compare_ghosts(parts, naive, 3, 0, 0, 0, 0)
     assert naive.mask > 0
     assert min(naive.ticks.values()) < 240_000 - 180_000
 
