@@ -1,7 +1,10 @@
 // Histories of blocks that left the tree, by a fingerprint of their prefix; bounded in number, the oldest go first.
 //
-// When there are more ghosts than there may be, only
-// fingerprints with one more zero bit are kept from then on, so that the time they reach back does not shrink.
+// When there are more ghosts than there may be, only fingerprints with one more zero bit are kept from then on, so that
+// the time they reach back does not shrink.
+//
+// Most blocks that are looked for are not here, so a table of eight bytes for each place, open addressing and at most
+// three fifths full, says so with one access to memory.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +12,12 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
-#include <unordered_map>
 #include <utility>
+#include <vector>
 
+#include "mix.h"
 #include "policy.h"
+#include "pool.h"
 
 namespace kvstore {
 
@@ -20,9 +25,12 @@ class Ghosts {
  public:
   static constexpr size_t kGhostsMax = 1u << 16;
 
-  bool empty() const { return histories_.empty(); }
-  size_t size() const { return histories_.size(); }
-  size_t bytes() const { return histories_.size() * kEntryBytes + order_.size() * sizeof(order_[0]); }
+  bool empty() const { return size_ == 0; }
+  size_t size() const { return size_; }
+  size_t bytes() const {
+    return entries_.capacity() * sizeof(Entry) + free_.capacity() * sizeof(uint32_t) +
+           places_.capacity() * sizeof(places_[0]) + order_.size() * sizeof(order_[0]);
+  }
 
   // `ghosts_max` would be kept if none were thinned out. Calls forget(history) for what does not fit any more.
   template <typename Forget>
@@ -31,25 +39,21 @@ class Ghosts {
       forget(history);
       return;
     }
-    const auto [entry, is_new] = histories_.try_emplace(fingerprint, Entry{history, ++sequence_});
-    if (!is_new) {
-      forget(entry->second.history);
-      entry->second = Entry{history, sequence_};
-    }
-    order_.emplace_back(fingerprint, sequence_);
+    if (const std::optional<History> before = Take(fingerprint)) forget(*before);
+    Insert(fingerprint, history);
     const auto kept = static_cast<double>(mask_ + 1);
-    while (static_cast<double>(histories_.size()) * kept > std::max(ghosts_max, kGhostsLeast)) DropOldest(forget);
-    if (histories_.size() > kGhostsMax) Thin(forget);
-    if (order_.size() > 2 * histories_.size() + 64) SkipStale();
+    while (static_cast<double>(size_) * kept > std::max(ghosts_max, kGhostsLeast)) DropOldest(forget);
+    if (size_ > kGhostsMax) Thin(forget);
+    if (order_.size() > 2 * size_ + 64) SkipStale();
   }
 
   // Takes the history of this prefix out.
   std::optional<History> Take(uint64_t fingerprint) {
-    if (IsThinned(fingerprint)) return std::nullopt;
-    const auto found = histories_.find(fingerprint);
-    if (found == histories_.end()) return std::nullopt;
-    const History history = found->second.history;
-    histories_.erase(found);
+    if (empty() || IsThinned(fingerprint)) return std::nullopt;
+    const size_t place = PlaceOf(fingerprint);
+    if (places_[place] == 0) return std::nullopt;
+    const History history = entries_[EntryAt(place)].history;
+    Remove(place);
     return history;
   }
 
@@ -64,60 +68,118 @@ class Ghosts {
     const auto is_before = [](const std::pair<uint64_t, uint64_t>& item, uint64_t value) { return item.second < value; };
     for (auto item = std::lower_bound(order_.begin(), order_.end(), first, is_before); item != order_.end(); ++item) {
       if (limit-- == 0) return item->second;
-      if (!IsStale(*item)) visit(item->first, histories_.find(item->first)->second.history);
+      if (!IsStale(*item)) visit(item->first, entries_[EntryAt(PlaceOf(item->first))].history);
     }
     return 0;
   }
 
   // Forgets all, for ghosts that Restore brings, thinned out by `mask`.
   void StartAnew(uint64_t mask) {
-    histories_.clear();
-    order_.clear();
+    *this = Ghosts();
     mask_ = mask;
   }
 
   // False where there is one of this fingerprint already, or where it is thinned out.
   bool Restore(uint64_t fingerprint, const History& history) {
-    if (IsThinned(fingerprint) || !histories_.try_emplace(fingerprint, Entry{history, sequence_ + 1}).second) return false;
-    order_.emplace_back(fingerprint, ++sequence_);
+    if (IsThinned(fingerprint) || (!empty() && places_[PlaceOf(fingerprint)] != 0)) return false;
+    Insert(fingerprint, history);
     return true;
   }
 
  private:
   static constexpr double kGhostsLeast = 1024;
-  static constexpr size_t kEntryBytes = 72;  // a node and a bucket of the map
+  static constexpr size_t kPlacesLeast = 64;
 
   struct Entry {
+    uint64_t fingerprint = 0;
     History history;
-    uint64_t sequence;
+    uint64_t sequence = 0;
   };
 
   bool IsThinned(uint64_t fingerprint) const { return ((fingerprint >> 32) & mask_) != 0; }
+  size_t HomeOf(uint64_t fingerprint) const { return Mix(fingerprint, kMixFactor) & (places_.size() - 1); }
+  size_t After(size_t place) const { return (place + 1) & (places_.size() - 1); }
+  uint32_t EntryAt(size_t place) const { return static_cast<uint32_t>(places_[place]) - 1; }
 
   bool IsStale(const std::pair<uint64_t, uint64_t>& item) const {
-    const auto found = histories_.find(item.first);
-    return found == histories_.end() || found->second.sequence != item.second;
+    if (empty()) return true;
+    const uint64_t place = places_[PlaceOf(item.first)];
+    return place == 0 || entries_[static_cast<uint32_t>(place) - 1].sequence != item.second;
+  }
+
+  // What tells most others apart, and the entry. Never 0.
+  static uint64_t PlaceFor(uint64_t fingerprint, uint32_t entry) {
+    return (fingerprint ^ fingerprint >> 32) << 32 | (entry + 1);
+  }
+
+  // Where it is, or the empty place where it would be. REQUIRES: there are places.
+  size_t PlaceOf(uint64_t fingerprint) const {
+    const uint64_t tag = PlaceFor(fingerprint, 0) >> 32;
+    size_t place = HomeOf(fingerprint);
+    while (places_[place] != 0 &&
+           (places_[place] >> 32 != tag || entries_[EntryAt(place)].fingerprint != fingerprint)) {
+      place = After(place);
+    }
+    return place;
+  }
+
+  void Insert(uint64_t fingerprint, const History& history) {
+    if (5 * (size_ + 1) > 3 * places_.size()) Rehash();
+    if (free_.empty()) {
+      free_.push_back(static_cast<uint32_t>(entries_.size()));
+      entries_.emplace_back();
+    }
+    const uint32_t at = free_.back();
+    free_.pop_back();
+    entries_[at] = Entry{fingerprint, history, ++sequence_};
+    places_[PlaceOf(fingerprint)] = PlaceFor(fingerprint, at);
+    order_.emplace_back(fingerprint, sequence_);
+    ++size_;
+  }
+
+  void Remove(size_t place) {
+    free_.push_back(EntryAt(place));
+    --size_;
+    // What lies behind moves up as far as its home allows, so that no place is passed in vain.
+    size_t hole = place;
+    for (size_t next = After(hole); places_[next] != 0; next = After(next)) {
+      const size_t home = HomeOf(entries_[EntryAt(next)].fingerprint);
+      const size_t distance = (next - home) & (places_.size() - 1);
+      if (distance < ((next - hole) & (places_.size() - 1))) continue;
+      places_[hole] = places_[next];
+      hole = next;
+    }
+    places_[hole] = 0;
+  }
+
+  void Rehash() {
+    std::vector<uint64_t> before(std::max(kPlacesLeast, 2 * places_.size()), 0);
+    before.swap(places_);
+    for (uint64_t place : before) {
+      if (place == 0) continue;
+      places_[PlaceOf(entries_[static_cast<uint32_t>(place) - 1].fingerprint)] = place;
+    }
+  }
+
+  template <typename Forget>
+  void Forgo(uint64_t fingerprint, Forget forget) {
+    const size_t place = PlaceOf(fingerprint);
+    forget(entries_[EntryAt(place)].history);
+    Remove(place);
   }
 
   template <typename Forget>
   void DropOldest(Forget forget) {
     while (IsStale(order_.front())) order_.pop_front();
-    const auto found = histories_.find(order_.front().first);
-    forget(found->second.history);
-    histories_.erase(found);
+    Forgo(order_.front().first, forget);
     order_.pop_front();
   }
 
   template <typename Forget>
   void Thin(Forget forget) {
     mask_ = mask_ * 2 + 1;
-    for (auto entry = histories_.begin(); entry != histories_.end();) {
-      if (!IsThinned(entry->first)) {
-        ++entry;
-        continue;
-      }
-      forget(entry->second.history);
-      entry = histories_.erase(entry);
+    for (const auto& item : order_) {
+      if (IsThinned(item.first) && !IsStale(item)) Forgo(item.first, forget);
     }
     SkipStale();
   }
@@ -130,9 +192,12 @@ class Ghosts {
     order_.swap(live);
   }
 
-  std::unordered_map<uint64_t, Entry> histories_;
-  std::deque<std::pair<uint64_t, uint64_t>> order_;  // fingerprints as they came, some of them gone by now
+  std::vector<uint64_t> places_;  // a power of two of them; 0 is empty
+  std::vector<Entry> entries_;
+  std::vector<uint32_t> free_;  // entries without a place
+  std::deque<std::pair<uint64_t, uint64_t>> order_;  // fingerprints and sequence numbers as they came, some gone by now
   uint64_t sequence_ = 0;
+  size_t size_ = 0;
   uint64_t mask_ = 0;
 };
 

@@ -57,23 +57,27 @@ template <typename Change>
 void RadixTree::ChangeHistories(IdSpan ids, Change change) {
   for (size_t at = 0; at < ids.size;) {
     const Block& first = blocks_[ids[at]];
-    size_t end = at + 1;
-    while (end < ids.size && blocks_[ids[end]].node == first.node &&
-           blocks_[ids[end]].depth == blocks_[ids[end - 1]].depth + 1) {
-      ++end;
+    if (first.state != BlockState::kAttached) {
+      ++at;
+      continue;
     }
-    if (first.state == BlockState::kAttached) {
-      Node& node = nodes_[first.node];
-      const uint32_t stretch_end = first.depth + static_cast<uint32_t>(end - at);
-      AccountEdge(node, -1);
-      node.runs.Update(node.depth, first.depth, stretch_end, [&](const History& history, uint32_t from, uint32_t to) {
-        return change(history, to - from);
-      });
-      AccountEdge(node, 1);
-      Refresh(first.node);
-    }
-    at = end;
+    Node& node = nodes_[first.node];
+    const size_t count = EqualIds(node, first.depth - node.depth, IdSpan{ids.data + at, ids.size - at});
+    AccountEdge(node, -1);
+    node.runs.Update(node.depth, first.depth, first.depth + static_cast<uint32_t>(count),
+                     [&](const History& history, uint32_t from, uint32_t to) { return change(history, to - from); });
+    AccountEdge(node, 1);
+    Refresh(first.node);
+    at += count;
   }
+}
+
+// How many of the ids are those of the node's blocks from `from` on.
+size_t RadixTree::EqualIds(const Node& node, uint32_t from, IdSpan ids) {
+  const size_t limit = std::min<size_t>(ids.size, node.block_count() - from);
+  const uint32_t* own = node.ids.data() + from;
+  if (std::memcmp(own, ids.data, limit * sizeof(*own)) == 0) return limit;
+  return static_cast<size_t>(std::mismatch(own, own + limit, ids.data).first - own);
 }
 
 // ---- births ----

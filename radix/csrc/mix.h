@@ -13,15 +13,17 @@ inline uint64_t Mix(uint64_t left, uint64_t right) {
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
+// Two words for each multiplication, as wyhash does.
 inline uint64_t MixTokens(uint64_t before, uint64_t seed, const uint32_t* tokens, uint32_t count) {
-  uint64_t hash = Mix(seed ^ before, kMixFactor);
+  const uint64_t secret = seed ^ kMixFactor;
+  uint64_t hash = Mix(before ^ seed, kMixFactor);
   uint32_t at = 0;
-  for (; at + 2 <= count; at += 2) {
-    uint64_t word;
-    std::memcpy(&word, tokens + at, sizeof(word));
-    hash = Mix(hash ^ word ^ seed, kMixFactor);
+  for (; at + 4 <= count; at += 4) {
+    uint64_t words[2];
+    std::memcpy(words, tokens + at, sizeof(words));
+    hash = Mix(words[0] ^ secret, words[1] ^ hash);
   }
-  if (at < count) hash = Mix(hash ^ tokens[at] ^ seed, kMixFactor);
+  for (; at < count; ++at) hash = Mix(hash ^ tokens[at] ^ secret, kMixFactor);
   return hash;
 }
 

@@ -280,6 +280,7 @@ class RadixTree {
   void SplitHistories(Node* head, Node* tail);
   void MergeHistories(Node* head, Node* tail);
   void DropHistories(Node* node, uint32_t count);
+  static size_t EqualIds(const Node& node, uint32_t from, IdSpan ids);
   template <typename Change>
   void ChangeHistories(IdSpan ids, Change change);
 

@@ -35,3 +35,18 @@ def test_the_bench_writes_a_row_for_each_lookup_and_names_the_peers_it_left_out(
     expected |= {("miss", peer, 8192) for peer in peers}
     assert expected == {(row["op"], row["peer"], row["tokens"]) for row in rows if "p50_us" in row}
     assert {"insert", "memory", "match_threads", "check_integrity"} <= {row["op"] for row in rows}
+
+
+def test_the_bench_of_eviction_writes_what_each_policy_costs(tmp_path: Path) -> None:
+    file = tmp_path / "eviction.json"
+    sizes = ["--blocks", "1000", "--block-tokens", "256", "--rounds", "3", "--policies", "survival,lru"]
+    subprocess.run(
+        [sys.executable, str(BENCH / "bench_eviction.py"), *sizes, "--json", str(file)],
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
+    rows = json.loads(file.read_text())["rows"]
+    timed = {"touch", "stage", "take_victims", "evict"}
+    expected = {(op, policy) for op in timed for policy in ("survival", "lru")}
+    assert expected == {(row["op"], row["policy"]) for row in rows if "us_per_block" in row}

@@ -61,11 +61,25 @@ struct RunsPart {
 
 struct GhostsPart {
   Ghosts ghosts;
+  size_t size_max = 0;
+
+  // Saves all in slices of seven, and restores them.
+  void Reload() {
+    std::vector<std::pair<uint64_t, History>> saved;
+    uint64_t next = 0;
+    do {
+      next = ghosts.VisitFrom(next, 7, [&](uint64_t fingerprint, const History& history) {
+        saved.emplace_back(fingerprint, history);
+      });
+    } while (next != 0);
+    ghosts.StartAnew(ghosts.mask());
+    for (const auto& [fingerprint, history] : saved) ghosts.Restore(fingerprint, history);
+  }
 
   void Do(const std::string& verb, std::istream& in, std::ostream& out) {
     uint64_t fingerprint = 0;
     in >> fingerprint;
-    if (verb == "new") ghosts = Ghosts();
+    if (verb == "new") *this = GhostsPart();
     if (verb == "add") {
       uint64_t tick = 0;
       uint64_t count = 0;
@@ -76,11 +90,13 @@ struct GhostsPart {
                    [&](const History& history) { out << history.tick << ' '; });
       }
     }
+    if (verb == "reload") Reload();
     if (verb == "take") {
       const std::optional<History> taken = ghosts.Take(fingerprint);
       if (taken) out << taken->tick << ' ';
     }
-    out << "| " << ghosts.size() << ' ' << (ghosts.bytes() <= 200 * ghosts.size() + 4096);
+    size_max = std::max(size_max, ghosts.size() + 1);
+    out << "| " << ghosts.size() << ' ' << (ghosts.bytes() <= 160 * size_max + 4096);
   }
 };
 

@@ -1,4 +1,4 @@
-"""The order in which eviction policies give blocks up: of those from papers, compared with the papers' algorithms."""
+"""The order in which each policy gives blocks up; of those from papers, compared with the papers' algorithms."""
 
 from __future__ import annotations
 

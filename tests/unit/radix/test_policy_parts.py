@@ -108,11 +108,8 @@ def test_runs_are_a_list_of_one_history_for_each_block(parts: Parts, begin: int,
             answer = parts.ask("runs", "truncate", first)
         else:
             answer = parts.ask("runs", "each", first, last)
-            visited = [
-                tick
-                for tick, start, stop in zip(*[iter(numbers(answer[0]))] * 3, strict=True)
-                for _ in range(start, stop)
-            ]
+            words = iter(numbers(answer[0]))
+            visited = [told for told, start, stop in zip(words, words, words, strict=True) for _ in range(start, stop)]
             assert ticks[first - begin : last - begin] == visited
         assert compressed(begin, ticks) == numbers(answer[1])
         for depth in range(begin, begin + len(ticks)):
@@ -150,7 +147,9 @@ class NaiveGhosts:
 
 
 def compare_ghosts(parts: Parts, naive: NaiveGhosts, op: int, first: int, tick: int, count: int, limit: int) -> None:
-    if op == 0:
+    if op == 3:
+        told = parts.ask("ghosts", "reload")
+    elif op == 0:
         told = parts.ask("ghosts", "take", first << 32)
         assert naive.take(first << 32) == numbers(told[0])
     else:
@@ -162,7 +161,7 @@ def compare_ghosts(parts: Parts, naive: NaiveGhosts, op: int, first: int, tick: 
 
 ghost_commands = st.lists(
     st.tuples(
-        st.integers(0, 2), st.integers(0, 3000), st.sampled_from([1, 2, 700]), st.sampled_from([0, 1024, 1500, 10**6])
+        st.integers(0, 3), st.integers(0, 3000), st.sampled_from([1, 2, 700]), st.sampled_from([0, 1024, 1500, 10**6])
     ),
     max_size=12,
 )
@@ -183,6 +182,7 @@ def test_ghosts_beyond_their_number_are_thinned_so_that_they_reach_as_far_back(p
     for batch in range(12):
         compare_ghosts(parts, naive, 1, 20_000 * batch, 20_000 * batch, 20_000, 200_000)
         compare_ghosts(parts, naive, 0, 20_000 * batch + batch, 0, 0, 0)
+        compare_ghosts(parts, naive, 3, 0, 0, 0, 0)
     assert naive.mask > 0
     assert min(naive.ticks.values()) < 240_000 - 180_000
 
