@@ -115,7 +115,7 @@ void RadixTree::Restore(const Snapshot& snapshot, uint64_t tick) {
   if (std::abs(snapshot.shift) > static_cast<int64_t>(kTickMax)) {
     throw std::invalid_argument("shift is " + std::to_string(snapshot.shift) + ", above 2^48 - 1 either way");
   }
-  const FoundRuns found = ParseRuns(snapshot);
+  const SavedRuns found = ParseRuns(snapshot);
   const SavedGhosts ghosts = ParseGhosts(snapshot);
   policy_->Load(SavedBytes(snapshot.tables), snapshot.shift);
   last_tick_ = std::max(last_tick_, tick);
@@ -140,7 +140,7 @@ void RadixTree::Restore(const Snapshot& snapshot, uint64_t tick) {
 }
 
 // Gives the blocks of a node their histories. REQUIRES: the one above has its end key.
-void RadixTree::RestoreNode(const FoundRuns& found, uint64_t tick, Way* way) {
+void RadixTree::RestoreNode(const SavedRuns& found, uint64_t tick, Way* way) {
   Node& node = nodes_[way->node];
   Runs runs;
   uint32_t begin = node.depth;
@@ -157,11 +157,10 @@ void RadixTree::RestoreNode(const FoundRuns& found, uint64_t tick, Way* way) {
   Key128 key = KeyBefore(way->node);
   for (uint32_t depth = node.depth; depth < node.end(); ++depth) {
     key = ChainThrough(node, depth - node.depth, depth - node.depth + 1, key);
-    const auto run = found.find(key);
-    if (run != found.end()) {
+    if (const History* const history = found.Find(key)) {
       end_piece(depth);
-      way->history = &run->second;
-      way->end = depth + run->second.end;
+      way->history = history;
+      way->end = depth + history->end;
     } else if (way->history != nullptr && depth >= way->end) {
       end_piece(depth);
       way->history = nullptr;
@@ -185,9 +184,9 @@ History RadixTree::TakeHistory(SavedBytes* bytes, int64_t shift) const {
   return history;
 }
 
-RadixTree::FoundRuns RadixTree::ParseRuns(const Snapshot& snapshot) const {
+SavedRuns RadixTree::ParseRuns(const Snapshot& snapshot) const {
   CheckRecords(snapshot.runs, 0, kRunBytes, "runs");
-  FoundRuns found(snapshot.runs.size() / kRunBytes, KeyHash{hash_seed_});
+  SavedRuns found(snapshot.runs.size() / kRunBytes, hash_seed_);
   SavedBytes bytes(snapshot.runs);
   while (!bytes.empty()) {
     const auto key = bytes.Take<Key128>();
@@ -195,7 +194,7 @@ RadixTree::FoundRuns RadixTree::ParseRuns(const Snapshot& snapshot) const {
     if (history.end == 0 || history.end > limits_.edge_blocks) {
       throw std::invalid_argument("a saved run has " + std::to_string(history.end) + " blocks");
     }
-    found.emplace(key, history);
+    found.Add(key, history);
   }
   return found;
 }
