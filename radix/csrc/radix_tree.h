@@ -291,6 +291,8 @@ class RadixTree {
     uint32_t end;            // of it
   };
   bool SaveNode(uint32_t node_id, int tier, uint64_t steps_max, uint32_t* index, std::string* bytes);
+  bool ReachKey(uint32_t node_id, uint32_t count, uint64_t steps_max);
+  bool ReachEndKeys(uint32_t node_id, uint64_t steps_max);
   History TakeHistory(SavedBytes* bytes, int64_t shift) const;
   SavedRuns ParseRuns(const Snapshot& snapshot) const;
   SavedGhosts ParseGhosts(const Snapshot& snapshot) const;

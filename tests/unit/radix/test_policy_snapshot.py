@@ -26,7 +26,7 @@ ROOTS = (b"r" * 16, b"s" * 16)
 FIRST_TICK = 1 << 46
 SECOND = 1_000_000
 RUN_BYTES = 40
-SAVED_STEPS_MAX = 128 + 1024
+SAVED_STEPS_MAX = 3 * 128
 ALL = 1 << 20
 
 # A request: root, how much it shares with which earlier one, its new blocks, seconds since the one before.
