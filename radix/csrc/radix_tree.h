@@ -25,6 +25,7 @@
 #include "node.h"
 #include "policy.h"
 #include "pool.h"
+#include "saved_runs.h"
 #include "siphash.h"
 #include "victim_queues.h"
 
@@ -294,12 +295,13 @@ class RadixTree {
     const History* history;  // of the run that reaches into the node from above, or null
     uint32_t end;            // of it
   };
-  using FoundRuns = std::unordered_map<Key128, History, KeyHash, KeyEqual>;
   bool SaveNode(uint32_t node_id, int tier, uint64_t steps_max, uint32_t* index, std::string* bytes);
+  bool ReachKey(uint32_t node_id, uint32_t count, uint64_t steps_max);
+  bool ReachEndKeys(uint32_t node_id, uint64_t steps_max);
   History TakeHistory(SavedBytes* bytes, int64_t shift) const;
-  FoundRuns ParseRuns(const Snapshot& snapshot) const;
+  SavedRuns ParseRuns(const Snapshot& snapshot) const;
   SavedGhosts ParseGhosts(const Snapshot& snapshot) const;
-  void RestoreNode(const FoundRuns& found, uint64_t tick, Way* way);
+  void RestoreNode(const SavedRuns& found, uint64_t tick, Way* way);
 
   // Leaving a tier.
   void Take(uint32_t id, int tier);

@@ -164,10 +164,13 @@ class S3FifoPolicy : public EvictionPolicy {
 
   void Load(SavedBytes pieces, int64_t shift) override {
     EvictionPolicy::Load(pieces, shift);
-    blocks_[kSmall] = blocks_[kMain] = 0;
+    blocks_[kSmall] = blocks_[kMain] = main_tick_ = 0;
   }
   bool Understands(const History& history) const override { return history.queue <= kMain && IsSane(history); }
-  void Restored(const History& history, uint32_t blocks) override { blocks_[history.queue] += blocks; }
+  void Restored(const History& history, uint32_t blocks) override {
+    blocks_[history.queue] += blocks;
+    if (history.queue == kMain) main_tick_ = std::max(main_tick_, history.tick);
+  }
 
  private:
   static constexpr uint16_t kSmall = 0;

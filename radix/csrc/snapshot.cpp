@@ -19,9 +19,11 @@ namespace kvstore {
 
 namespace {
 
-// About 60 us at most, with the keys of one edge that are made on the way.
+// A slice hashes or copies this many blocks and what it has begun, twice as many more at most: 20 us, on a slow core 40.
 constexpr uint32_t kSaveSteps = 128;
-constexpr uint32_t kSavePieces = 16;
+constexpr uint32_t kReachBlocks = 128;
+constexpr uint32_t kSavePieces = 8;    // tables of 2 KiB
+constexpr uint32_t kSaveGhosts = 64;  // each found in a map
 constexpr size_t kRunBytes = sizeof(Key128) + sizeof(History);
 constexpr size_t kGhostBytes = sizeof(uint64_t) + sizeof(History);
 
@@ -67,13 +69,12 @@ Saved RadixTree::SaveRuns(int64_t tier, uint64_t first) {
   return saved;
 }
 
-// Saves the runs that begin in the node at `index` or behind. False, with `index` moved on, where there is more to do.
+// Saves the runs that begin in the node at `index` or behind. False, with `index` moved on or keys made that are kept,
+// where there is more to do.
 bool RadixTree::SaveNode(uint32_t node_id, int tier, uint64_t steps_max, uint32_t* index, std::string* bytes) {
   const Node& node = nodes_[node_id];
   if (*index >= node.block_count() || node.resident[tier] == 0 || IsCondemned(node_id)) return true;
-  const uint64_t steps_before = steps_;
-  if (!MakeEndKeys(node.parent, steps_max)) return false;
-  if (steps_ > steps_before && steps_ >= steps_max) return false;  // the keys are kept, the next call begins with them
+  if (!ReachEndKeys(node.parent, steps_max) || !ReachKey(node_id, *index, steps_max)) return false;
   Key128 key = KeyAfter(node_id, *index);
   uint32_t hashed = *index;
   uint32_t begin = 0;
@@ -82,6 +83,12 @@ bool RadixTree::SaveNode(uint32_t node_id, int tier, uint64_t steps_max, uint32_
     const uint32_t end = run.end - node.depth;
     begin = end;
     if (at < *index || blocks_[node.ids[at]].slot[tier] == kNoSlot) continue;
+    if (at - hashed > kMarkBlocks) {
+      *index = at;
+      if (!ReachKey(node_id, at, steps_max)) return false;
+      key = KeyAfter(node_id, at);
+      hashed = at;
+    }
     key = ChainThrough(node, hashed, at + 1, key);
     hashed = at + 1;
     History history = run;
@@ -96,15 +103,40 @@ bool RadixTree::SaveNode(uint32_t node_id, int tier, uint64_t steps_max, uint32_
   return true;
 }
 
+// Keeps marks on the way to a key of the node, so that KeyAfter need not make them in one go. False where there is more
+// to do. REQUIRES: the one above has its end key.
+bool RadixTree::ReachKey(uint32_t node_id, uint32_t count, uint64_t steps_max) {
+  while (true) {
+    const uint32_t marked = nodes_[node_id].mark_count() * kMarkBlocks;
+    if (marked + kReachBlocks >= count) return true;
+    KeyAfter(node_id, marked + kReachBlocks);
+    if (steps_ >= steps_max) return false;
+  }
+}
+
+// As MakeEndKeys, but that a long edge is not hashed in one go.
+bool RadixTree::ReachEndKeys(uint32_t node_id, uint64_t steps_max) {
+  Ids unknown;
+  for (uint32_t at = node_id; !nodes_[at].has_end_key; at = nodes_[at].parent) unknown.push_back(at);
+  for (auto at = unknown.rbegin(); at != unknown.rend(); ++at) {
+    Node& node = nodes_[*at];
+    if (!ReachKey(*at, node.block_count(), steps_max)) return false;
+    node.end_key = KeyAfter(*at, node.block_count());
+    node.has_end_key = true;
+    if (steps_ >= steps_max) return false;
+  }
+  return true;
+}
+
 Saved RadixTree::SaveGhosts(uint64_t first) const {
   Saved saved{{}, kSavedAll};
   if (first == 0) Put(&saved.bytes, ghosts_.mask());
-  const uint64_t next = ghosts_.VisitFrom(first, kSaveSteps, [&](uint64_t fingerprint, const History& history) {
+  const uint64_t next = ghosts_.VisitFrom(first, kSaveGhosts, [&](uint64_t fingerprint, const History& history) {
     Put(&saved.bytes, fingerprint);
     Put(&saved.bytes, history);
   });
   if (next != 0) saved.next = next;
-  steps_ += kSaveSteps;
+  steps_ += kSaveGhosts;
   return saved;
 }
 
@@ -115,7 +147,7 @@ void RadixTree::Restore(const Snapshot& snapshot, uint64_t tick) {
   if (std::abs(snapshot.shift) > static_cast<int64_t>(kTickMax)) {
     throw std::invalid_argument("shift is " + std::to_string(snapshot.shift) + ", above 2^48 - 1 either way");
   }
-  const FoundRuns found = ParseRuns(snapshot);
+  const SavedRuns found = ParseRuns(snapshot);
   const SavedGhosts ghosts = ParseGhosts(snapshot);
   policy_->Load(SavedBytes(snapshot.tables), snapshot.shift);
   last_tick_ = std::max(last_tick_, tick);
@@ -140,7 +172,7 @@ void RadixTree::Restore(const Snapshot& snapshot, uint64_t tick) {
 }
 
 // Gives the blocks of a node their histories. REQUIRES: the one above has its end key.
-void RadixTree::RestoreNode(const FoundRuns& found, uint64_t tick, Way* way) {
+void RadixTree::RestoreNode(const SavedRuns& found, uint64_t tick, Way* way) {
   Node& node = nodes_[way->node];
   Runs runs;
   uint32_t begin = node.depth;
@@ -157,11 +189,10 @@ void RadixTree::RestoreNode(const FoundRuns& found, uint64_t tick, Way* way) {
   Key128 key = KeyBefore(way->node);
   for (uint32_t depth = node.depth; depth < node.end(); ++depth) {
     key = ChainThrough(node, depth - node.depth, depth - node.depth + 1, key);
-    const auto run = found.find(key);
-    if (run != found.end()) {
+    if (const History* const history = found.Find(key)) {
       end_piece(depth);
-      way->history = &run->second;
-      way->end = depth + run->second.end;
+      way->history = history;
+      way->end = depth + history->end;
     } else if (way->history != nullptr && depth >= way->end) {
       end_piece(depth);
       way->history = nullptr;
@@ -185,9 +216,9 @@ History RadixTree::TakeHistory(SavedBytes* bytes, int64_t shift) const {
   return history;
 }
 
-RadixTree::FoundRuns RadixTree::ParseRuns(const Snapshot& snapshot) const {
+SavedRuns RadixTree::ParseRuns(const Snapshot& snapshot) const {
   CheckRecords(snapshot.runs, 0, kRunBytes, "runs");
-  FoundRuns found(snapshot.runs.size() / kRunBytes, KeyHash{hash_seed_});
+  SavedRuns found(snapshot.runs.size() / kRunBytes, hash_seed_);
   SavedBytes bytes(snapshot.runs);
   while (!bytes.empty()) {
     const auto key = bytes.Take<Key128>();
@@ -195,7 +226,7 @@ RadixTree::FoundRuns RadixTree::ParseRuns(const Snapshot& snapshot) const {
     if (history.end == 0 || history.end > limits_.edge_blocks) {
       throw std::invalid_argument("a saved run has " + std::to_string(history.end) + " blocks");
     }
-    found.emplace(key, history);
+    found.Add(key, history);
   }
   return found;
 }
