@@ -26,7 +26,7 @@ constexpr double kPriorUses = 0.7;
 constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
-constexpr int kRefreshesPerRequest = 2;
+constexpr int kRefreshesPerRequest = 1;
 constexpr uint32_t kSavedVersion = 1;  // of the tables; on disk: never renumber
 
 struct AgeScale {
