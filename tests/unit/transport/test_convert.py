@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.transport import convert
-from kvstore.types import CommitResult, KvLayout, Namespace, Pin, Root, StoreStats, Tier, TierRun, TierStats
+from kvstore.types import CommitResult, KvLayout, Namespace, Pin, Root, StoreStats, Tier, TierRun, TierStats, WhatIf
 from kvstore.v1 import block_pb2
 
 LAYOUT = KvLayout(
@@ -106,6 +106,7 @@ def test_statistics_cross_unchanged(tiers: dict[str, TierStats], named: dict[str
         rejected_blocks=named,
         evicted_blocks={"x": 1},
         disk_faults={"y": 2},
+        what_if=(WhatIf("host", 0.25, count, 0.5), WhatIf("disk", 4.0, 3, 1.0)),
         **numbers,
     )
     message = block_pb2.StoreStats.FromString(convert.stats_to_proto(stats).SerializeToString())
