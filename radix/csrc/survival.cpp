@@ -26,7 +26,6 @@ constexpr double kPriorUses = 0.7;
 constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
-constexpr int kRefreshesPerRequest = 1;
 constexpr uint32_t kSavedVersion = 1;  // of the tables; on disk: never renumber
 
 struct AgeScale {
@@ -323,7 +322,12 @@ void SurvivalPolicy::Stored(const Prefixes& prefixes, size_t found, const Access
   for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal->Store(prefixes, found, access);
 }
 
-void SurvivalPolicy::Full(int tier, uint32_t blocks) { rehearsals_[tier]->SetCapacity(blocks); }
+void SurvivalPolicy::Full(int tier, uint32_t blocks) {
+  rehearsals_[tier]->SetCapacity(blocks);
+  if (was_full_) return;
+  was_full_ = true;
+  for (uint16_t queue : opened_) Refresh(queue, refreshed_tick_);
+}
 
 // ---- what the tables tell ----
 
@@ -348,14 +352,13 @@ SurvivalPolicy::Queue& SurvivalPolicy::Open(uint16_t queue) {
   return *opened;
 }
 
-// The tables move slowly, so a request pays for a few queues and not for all.
+// The tables move slowly, so a request pays for one queue and not for all; and for none while there is room.
 void SurvivalPolicy::RefreshNext(uint64_t now) {
   if (now == refreshed_tick_) return;
   refreshed_tick_ = now;
-  for (int turn = 0; turn < kRefreshesPerRequest; ++turn) {
-    next_refresh_ = (next_refresh_ + 1) % opened_.size();
-    Refresh(opened_[next_refresh_], now);
-  }
+  if (!was_full_) return;
+  next_refresh_ = (next_refresh_ + 1) % opened_.size();
+  Refresh(opened_[next_refresh_], now);
 }
 
 // Brings the totals up to date with what the queue has seen since it was last looked at.

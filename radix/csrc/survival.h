@@ -158,6 +158,7 @@ class SurvivalPolicy : public EvictionPolicy {
   std::vector<uint16_t> opened_;
   size_t next_refresh_ = 0;
   uint64_t refreshed_tick_ = 0;
+  bool was_full_ = false;
   Totals all_;
   std::array<Totals, kGroups> groups_{};
   std::vector<Totals> kinds_;
