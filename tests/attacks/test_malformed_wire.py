@@ -222,7 +222,7 @@ def test_a_bulk_connection_of_no_session_is_refused(served: ServedStore):
         header(0, Kind.RESPONSE),
         header(0, Kind.DATA),
         header(0, Kind.REQUEST, 0),
-        header(0, Kind.REQUEST, 20),
+        header(0, Kind.REQUEST, max(Method) + 1),
         header(0, Kind.REQUEST, 255),
         header(0, Kind.REQUEST, Method.Match, flags=2),
         header(0, Kind.REQUEST, Method.Match, flags=0xFFFF),
