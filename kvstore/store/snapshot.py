@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import StorageFormatError
+from kvstore.radix.tree import TICK_MAX
 from kvstore.tiers.checksum import DIGEST_BYTES, is_sealed, sealed
 from kvstore.types import Tier
 
@@ -183,6 +184,8 @@ def unpack_snapshot(data: bytes, owner: SnapshotOwner) -> PolicySnapshot:
         raise StorageFormatError(f"format version {version}, this kvstore reads {SNAPSHOT_VERSION}")
     if not is_sealed(data) or len(data) != _FIXED.size + sum(sizes) + DIGEST_BYTES:
         raise StorageFormatError(f"damaged: the checksum or the length of {len(data)} bytes is wrong")
+    if tick > TICK_MAX:
+        raise StorageFormatError(f"taken at tick {tick}, expected at most {TICK_MAX}")
     found = SnapshotOwner(policy.rstrip(b"\0").decode("ascii", "replace"), ns_id, block_tokens)
     if found != owner:
         raise StorageFormatError(f"it is of {_describe(found)}, expected {_describe(owner)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _MEASURING_POLICY = "survival"
 # How much less a block of another namespace must be worth to be taken: each tree learns by itself, so its values differ
 # by as much where use does not, and namespaces alike would take extents from each other all the time.
 _MOVING_FACTOR = 1.5
+_SCALE_MIN = sys.float_info.min
 # From here on slots of the disk are numbers only, of blocks that change their place in host memory; see Space.move.
 _PASSING_SLOT = 0xFFF0_0000
 
@@ -108,7 +110,8 @@ class Space:
         self.tree = RadixTree(layout.block_tokens, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
         is_measured = policy == _MEASURING_POLICY
         self.moving_factor = _MOVING_FACTOR if is_measured else 1.0
-        self._scale = quota.priority / (layout.block_bytes if is_measured else 1)
+        # The lowest priorities per byte are not told from each other, for worth is divided by this.
+        self._scale = max(_SCALE_MIN, quota.priority / (layout.block_bytes if is_measured else 1))
         self._ns_key = ns_key
         self._events = events
         self._clearing = False  # what is condemned was cleared: the event that said so names no keys

@@ -9,7 +9,6 @@
 // A run is named by its first block, since it is shortened from its end. Blocks further down have its history as far as
 // it reached, until another run begins.
 #include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
 #include <type_traits>
 
@@ -144,7 +143,8 @@ Saved RadixTree::SaveGhosts(uint64_t first) const {
 
 void RadixTree::Restore(const Snapshot& snapshot, uint64_t tick) {
   CheckTick(tick);
-  if (std::abs(snapshot.shift) > static_cast<int64_t>(kTickMax)) {
+  constexpr auto kShiftMax = static_cast<int64_t>(kTickMax);
+  if (snapshot.shift > kShiftMax || snapshot.shift < -kShiftMax) {
     throw std::invalid_argument("shift is " + std::to_string(snapshot.shift) + ", above 2^48 - 1 either way");
   }
   const SavedRuns found = ParseRuns(snapshot);

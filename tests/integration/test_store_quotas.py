@@ -180,6 +180,15 @@ def test_room_is_taken_from_the_lower_priority(policy: str) -> None:
         assert 4 * EXTENT_BLOCKS == blocks_of(store, OTHERS)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("priority", [5e-324, 1.7e308])
+def test_any_priority_that_a_quota_takes_leaves_room_to_be_made(policy: str, priority: float) -> None:
+    with open_with(Quota(tenant="ours", priority=priority), host_bytes=16 * MIB, policy=policy) as store:
+        for name in range(8):
+            assert 0 == put(store, OURS, name, EXTENT_BLOCKS)
+        assert 4 * EXTENT_BLOCKS == blocks_of(store, OURS)
+
+
 def test_wide_blocks_give_way_to_narrow_ones_of_equal_use() -> None:
     wide = dataclasses.replace(THIRD, layout=dataclasses.replace(LAYOUT, head_dim=8 * 8192))
     with open_with() as store:

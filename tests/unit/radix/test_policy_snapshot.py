@@ -229,6 +229,17 @@ def test_ticks_before_all_time_are_the_first_one() -> None:
     assert 0 == again.tree.victim_value(Tier.DISK, again.tick)
 
 
+@pytest.mark.parametrize("shift", [1 << 48, -(1 << 48), (1 << 63) - 1, -(1 << 63)])
+def test_a_shift_beyond_all_ticks_is_refused(shift: int) -> None:
+    cache = Cache("lru")
+    cache.request(ROOTS[0], prompt_of(2))
+    again = cache.reopened()
+    before, saved = again.save(), cache.save()
+    with pytest.raises(ValueError, match=r"shift is -?\d+, above 2\^48 - 1 either way"):
+        again.tree.restore(saved.tables, saved.runs, saved.ghosts, shift=shift, tick=again.tick)
+    assert before == again.save()
+
+
 def test_a_run_whose_blocks_are_in_memory_alone_is_not_saved() -> None:
     tree = new_tree("lru")
     _, ids = tree.stage(ROOTS[0], prompt_of(4), 0, FIRST_TICK)
