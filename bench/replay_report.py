@@ -1,4 +1,4 @@
-"""The tables of kvstore/replay/README.md, made from result files: `python bench/replay_report.py REPLAY.json WHAT_IF.json`."""
+"""The tables of kvstore/replay/README.md, made from results: `python bench/replay_report.py REPLAY.json WHAT_IF.json`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def hit_rates(result: dict[str, Any]) -> list[str]:
     by_point: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         by_point.setdefault((row["trace"].split(".")[0], row["capacity"]), {})[row["policy"]] = row
+    machine = result["machine"]
     lines = [
-        f"Measured on {result['machine']['time'][:10]} at commit {result['machine']['commit']}; percent of blocks found:",
+        f"Measured on {machine['time'][:10]} at commit {machine['commit']}; percent of blocks found:",
         "",
         f"| trace | capacity | {' | '.join(POLICIES)} | MIN | infinite | closed |",
         "|---" * (len(POLICIES) + 5) + "|",
