@@ -1,4 +1,7 @@
-"""The tables of kvstore/replay/README.md, made from results: `python bench/replay_report.py REPLAY.json WHAT_IF.json`."""
+"""The tables of kvstore/replay/README.md, made from result files.
+
+    python bench/replay_report.py bench/results/replay.json bench/results/what-if.json
+"""
 
 from __future__ import annotations
 
