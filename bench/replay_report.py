@@ -1,6 +1,6 @@
 """The tables of kvstore/replay/README.md, made from result files.
 
-    python bench/replay_report.py bench/results/replay.json bench/results/what-if.json
+python bench/replay_report.py bench/results/replay.json bench/results/what-if.json
 """
 
 from __future__ import annotations
