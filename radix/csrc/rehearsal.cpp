@@ -9,9 +9,10 @@ namespace kvstore {
 namespace {
 
 constexpr double kHalfLifeRequests = 2000;
-constexpr double kLeadDeviations = 1;    // beyond which a lead is no chance
-constexpr size_t kUnitsMax = 1u << 15;   // known at once
-constexpr size_t kUnitBytes = 64;        // of a unit in the map
+constexpr double kLeadDeviations = 1;         // beyond which a lead is no chance
+constexpr size_t kUnitsMax = 1u << 15;        // known at once, but for those in miniatures
+constexpr size_t kUnitsNew = kUnitsMax / 4;   // between two looks at all that are known, for those to forget
+constexpr size_t kUnitBytes = 64;             // of a unit in the map
 
 }  // namespace
 
@@ -103,7 +104,7 @@ void Rehearsal::Store(const Prefixes& prefix, size_t found, const Access& access
     place = path.size();
   }
   for (size_t at = 0; at < kMiniatures; ++at) Insert(path, at, access.tick);
-  if (at_.size() > kUnitsMax) ForgetOldUnits();
+  if (at_.size() > std::max(kUnitsMax, units_kept_ + kUnitsNew)) ForgetOldUnits();
 }
 
 // The known units of the prefix, in order; none is known below one that is not. `found` counts fingerprints before and
@@ -234,6 +235,7 @@ void Rehearsal::ForgetOldUnits() {
     at_.erase(unit.fingerprint);
     free_.push_back(at);
   }
+  units_kept_ = at_.size();
 }
 
 // Begins anew with another part of the units.
@@ -243,6 +245,7 @@ void Rehearsal::Restart(uint64_t mask) {
   at_.clear();
   units_.clear();
   free_.clear();
+  units_kept_ = 0;
   for (size_t at = 0; at < kMiniatures; ++at) miniatures_[at] = Miniature(policy_, miniatures_[at].order());
 }
 

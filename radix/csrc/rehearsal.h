@@ -134,6 +134,7 @@ class Rehearsal {
   std::unordered_map<uint64_t, uint32_t> at_;
   std::vector<Unit> units_;
   std::vector<uint32_t> free_;
+  size_t units_kept_ = 0;  // when some were last forgotten; most of them may be in a miniature
 };
 
 }  // namespace kvstore
