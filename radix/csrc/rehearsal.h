@@ -95,7 +95,7 @@ class Rehearsal {
   static constexpr std::array<double, kScales> kScale = {0.25, 0.5, 1, 2, 4};
   static constexpr size_t kOwnScale = 2;
   static constexpr size_t kMiniatures = 2 * kScales;
-  static constexpr size_t kUnitsAtScaleOne = 4096;
+  static constexpr size_t kUnitsAtScaleOne = 2048;  // to twice as many
 
   struct Unit {
     uint64_t fingerprint = 0;
