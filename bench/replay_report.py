@@ -1,6 +1,6 @@
 """The tables of kvstore/replay/README.md, made from result files.
 
-python bench/replay_report.py bench/results/replay.json bench/results/what-if.json
+python bench/replay_report.py bench/results/{replay,replay-references,what-if}.json
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ POLICIES = ("lru", "default", "fifo", "lfu", "sieve", "s3fifo")
 GAP_MIN = 0.02
 
 
-def hit_rates(result: dict[str, Any]) -> list[str]:
+def hit_rates(result: dict[str, Any], references: dict[str, Any]) -> list[str]:
     """A line for each trace and capacity: percent of blocks found, and the share of the way from LRU to MIN."""
     by_point: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
+    for row in (*result["rows"], *references["rows"]):
         by_point.setdefault((row["trace"].split(".")[0], row["capacity"]), {})[row["policy"]] = row
     machine = result["machine"]
     lines = [
-        f"Measured on {machine['time'][:10]} at commit {machine['commit']}; percent of blocks found:",
+        f"Measured on {machine['time'][:10]} at commit {machine['commit']} (the last four policies at",
+        f"{references['machine']['commit']}); percent of blocks found:",
         "",
         f"| trace | capacity | {' | '.join(POLICIES)} | MIN | infinite | closed |",
         "|---" * (len(POLICIES) + 5) + "|",
@@ -57,5 +58,5 @@ def what_if(result: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    replayed, rehearsed = (json.loads(Path(name).read_text()) for name in sys.argv[1:3])
-    sys.stdout.write("\n".join([*hit_rates(replayed), "", *what_if(rehearsed)]) + "\n")
+    replayed, referred, rehearsed = (json.loads(Path(name).read_text()) for name in sys.argv[1:4])
+    sys.stdout.write("\n".join([*hit_rates(replayed, referred), "", *what_if(rehearsed)]) + "\n")

@@ -29,6 +29,14 @@ def test_the_tables_of_the_index_are_made_of_the_result_files() -> None:
     assert made.stdout in (ROOT / "radix/README.md").read_text()
 
 
+def test_the_tables_of_the_replay_are_made_of_the_result_files() -> None:
+    results = [ROOT / f"bench/results/{name}.json" for name in ("replay", "replay-references", "what-if")]
+    made = subprocess.run(
+        [sys.executable, ROOT / "bench/replay_report.py", *results], capture_output=True, text=True, check=True
+    )
+    assert made.stdout in (ROOT / "kvstore/replay/README.md").read_text()
+
+
 def test_the_benchmark_table_is_made_of_the_result_file() -> None:
     result = ROOT / "bench/results/store.json"
     made = subprocess.run(
