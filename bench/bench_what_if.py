@@ -28,7 +28,7 @@ GRID = {
     "mooncake_conversation": (1, 2, 5, 10),
     "mooncake_synthetic": (5, 10),
     "lmcache_agents": (5, 10),
-    "coding_agents_a": (0.5, 1),
+    "coding_agents_a": (0.5,),
 }
 
 
@@ -52,6 +52,8 @@ class Run:
         self.hit_rate = found / int(counts[first_counted:].sum())
         self.policy_bytes = tree.policy_bytes
         after = tree.rehearsed(Tier.HOST)
+        if before[0] > after[0] or not before[2]:  # the counts began anew, or the tier was not full by then
+            before = (0.0, 0.0, [(blocks, 0.0) for blocks, _ in after[2]])
         looked_up = after[0] - before[0]
         self.estimates = {
             blocks: (hits - earlier) / looked_up

@@ -8,8 +8,8 @@ namespace kvstore {
 
 namespace {
 
-constexpr double kHalfLifeRequests = 2000;
-constexpr double kLeadDeviations = 1.25;      // beyond which a lead is no chance
+constexpr double kHalfLifeRequests = 4000;
+constexpr double kLeadDeviations = 1.5;      // beyond which a lead is no chance
 constexpr size_t kUnitsMax = 1u << 15;        // known at once, but for those in miniatures
 constexpr size_t kUnitsNew = kUnitsMax / 4;   // between two looks at all that are known, for those to forget
 constexpr size_t kUnitBytes = 64;             // of a unit in the map
