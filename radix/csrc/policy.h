@@ -95,8 +95,6 @@ class EvictionPolicy {
   virtual void LookedUp(const Prefixes&, const Access&, const uint32_t (&/*found*/)[2]) {}
   virtual void Stored(const Prefixes&, size_t /*found*/, const Access&) {}
   virtual void Full(int /*tier*/, uint32_t /*blocks*/) {}
-  // Somebody wants to know what blocks are worth, or which go first: from now on it has to be up to date.
-  virtual void Consulted() {}
   virtual bool rehearses() const { return false; }
   virtual const Rehearsal* rehearsal(int /*tier*/) const { return nullptr; }
 

@@ -190,7 +190,6 @@ double RadixTree::ValueOf(uint32_t id, uint64_t tick) {
   CheckTick(tick);
   CheckIds(IdSpan{&id, 1});
   last_tick_ = std::max(last_tick_, tick);
-  policy_->Consulted();
   const Block& block = blocks_[id];
   if (block.state != BlockState::kAttached || IsCondemned(block.node)) return 0;
   return policy_->ValueOf(nodes_[block.node].runs.At(block.depth), last_tick_);

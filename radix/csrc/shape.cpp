@@ -298,7 +298,6 @@ void RadixTree::RefreshTier(uint32_t node_id, int tier) {
 // next one is not asked any more.
 uint32_t RadixTree::ChooseVictim(int tier) {
   VictimQueues& queues = victims_[tier];
-  policy_->Consulted();
   uint32_t passed = 0;
   uint32_t spared = 0;
   while (passed < limits_.slice_blocks) {

@@ -324,12 +324,6 @@ void SurvivalPolicy::Stored(const Prefixes& prefixes, size_t found, const Access
 
 void SurvivalPolicy::Full(int tier, uint32_t blocks) { rehearsals_[tier]->SetCapacity(blocks); }
 
-void SurvivalPolicy::Consulted() {
-  if (was_consulted_) return;
-  was_consulted_ = true;
-  for (uint16_t queue : opened_) Refresh(queue, refreshed_tick_);
-}
-
 // ---- what the tables tell ----
 
 int SurvivalPolicy::GroupOf(int kind) {
@@ -353,11 +347,10 @@ SurvivalPolicy::Queue& SurvivalPolicy::Open(uint16_t queue) {
   return *opened;
 }
 
-// The tables move slowly, so a request pays for one queue and not for all; and for none while nobody asks.
+// The tables move slowly, so a request pays for one queue and not for all.
 void SurvivalPolicy::RefreshNext(uint64_t now) {
   if (now == refreshed_tick_) return;
   refreshed_tick_ = now;
-  if (!was_consulted_) return;
   next_refresh_ = (next_refresh_ + 1) % opened_.size();
   Refresh(opened_[next_refresh_], now);
 }

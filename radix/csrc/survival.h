@@ -83,7 +83,6 @@ class SurvivalPolicy : public EvictionPolicy {
   void LookedUp(const Prefixes& prefixes, const Access& access, const uint32_t (&found)[2]) override;
   void Stored(const Prefixes& prefixes, size_t found, const Access& access) override;
   void Full(int tier, uint32_t blocks) override;
-  void Consulted() override;
   bool rehearses() const override { return true; }
   const Rehearsal* rehearsal(int tier) const override { return rehearsals_[tier].get(); }
   double ghost_ratio() const override { return 16; }
@@ -159,7 +158,6 @@ class SurvivalPolicy : public EvictionPolicy {
   std::vector<uint16_t> opened_;
   size_t next_refresh_ = 0;
   uint64_t refreshed_tick_ = 0;
-  bool was_consulted_ = false;
   Totals all_;
   std::array<Totals, kGroups> groups_{};
   std::vector<Totals> kinds_;
