@@ -57,8 +57,8 @@ class WireLane:
 
     @property
     def connections(self) -> int:
-        """Connections open now."""
-        return len(self._controls) + sum(map(len, self._bulks.values()))
+        """Connections open now. May be asked from any thread, so it takes a copy that no other can change meanwhile."""
+        return len(self._controls) + sum(map(len, tuple(self._bulks.values())))
 
     def start(self) -> None:
         """Begin to look after connections; to be called in the event loop."""
