@@ -25,4 +25,7 @@ void Gather(const BlockCopy& copy, unsigned int threads);
 // The same from packed rows into the engine's memory.
 void Scatter(const BlockCopy& copy, unsigned int threads);
 
+// Copies `count` runs of bytes, each from an address to another, on the calling thread. Targets must not overlap.
+void CopyRuns(const uint64_t* targets, const uint64_t* sources, const uint64_t* sizes, size_t count);
+
 }  // namespace kvstore
