@@ -1,8 +1,8 @@
 """The few calls of the CUDA driver that torch and CuPy do not offer in all their versions, by ctypes.
 
-Signatures are those of the CUDA driver API reference: cuLaunchKernel, cuMemGetAddressRange and cuMemcpyBatchAsync
-(since 12.8; from 13.0 on cuMemcpyBatchAsync_v2, without the index of the failed copy). The caller makes a context
-current.
+Signatures are those of the CUDA driver API reference: cuLaunchKernel, cuMemGetAddressRange, cuMemHostRegister and
+cuMemcpyBatchAsync (since 12.8; from 13.0 on cuMemcpyBatchAsync_v2, without the index of the failed copy). The caller
+makes a context current.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DRIVER_LIBRARY = "libcuda.so.1"
 _SOURCE_IN_STREAM_ORDER = 1
 _PREFER_OVERLAP_WITH_COMPUTE = 1
+_REGISTER_PORTABLE = 0x01  # known to all contexts of the process
+_REGISTER_READ_ONLY = 0x08
 
 
 class _Location(ctypes.Structure):
@@ -92,6 +94,18 @@ class CudaDriver:
         code = self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         _check(code, "cuMemGetAddressRange")
         return base.value
+
+    def register_host(self, address: int, nbytes: int, *, read_only: bool) -> None:
+        """Page-lock host memory, whole pages, for copies by the GPU; `read_only` for what the process cannot write."""
+        flags = _REGISTER_PORTABLE | (_REGISTER_READ_ONLY if read_only else 0)
+        code = self._library.cuMemHostRegister_v2(
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(flags)
+        )
+        _check(code, f"cuMemHostRegister of {nbytes} bytes")
+
+    def unregister_host(self, address: int) -> None:
+        """Undo register_host() of the range that begins at `address`."""
+        _check(self._library.cuMemHostUnregister(ctypes.c_void_p(address)), "cuMemHostUnregister")
 
 
 def _check(code: int, call: str) -> None:

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvstore.errors import ClosedError, LayoutMismatchError, StorageError
+from kvstore.tiers.extent_stock import ExtentStock, HostMemory
+from kvstore.tiers.host_copy import ExtentTable, read_rows, write_rows
 from kvstore.tiers.memory_limit import memory_limit
-from kvstore.tiers.slots import HolderTable, SlotMap, as_slots
+from kvstore.tiers.slots import SlotMap, as_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvstore.tiers.base import Bytes1D, Bytes2D, SlotRange
+    from kvstore.tiers.extent import ExtentHold, Geometry
+    from kvstore.tiers.extent_stock import HostMemoryState
     from kvstore.tiers.memory_limit import MemoryLimit
     from kvstore.types import Slots
 
 EXTENT_BYTES_MIN = 4 << 20
 EXTENT_BYTES_MAX = 256 << 20
+EXTENTS_MAX = 1024  # each takes a descriptor; where it would be more, extents are larger
+POISON = 0xDB
+_MIB = 1 << 20
+_DEFAULT_MEMORY = HostMemory()
 
 
 class HostTier:
     """Host memory of a fixed capacity, lent to pools extent by extent. Thread-safe.
 
-    Each extent has one memfd (mode 0600) for each part of a block, so that memory can later be lent to other
-    processes part by part. Slots are packed without gaps; the kernel rounds each memfd up to whole pages.
-    `freed_fill` is for tests: freed slots are filled with that byte, so that a reader of freed memory is seen.
-    Raises StorageError if `capacity_bytes` is more than the machine or its control group allows now.
+    Each extent is one memfd (mode 0600) with a region for each part of a block, so that other processes can map the
+    parts that they need. Slots are packed without gaps; each region begins on a page of its own. `freed_fill` is the
+    byte that freed slots are filled with, for debugging: so a reader of freed memory is seen. Raises StorageError if
+    `capacity_bytes` is more than the machine or its control group allows now.
 
-    Locks: a pool's lock before the tier's lock.
+    Locks: a pool's lock before the tier's lock and the stock's.
     """
 
     def __init__(
@@ -43,10 +46,11 @@ class HostTier:
         extent_bytes: int | None = None,
         freed_fill: int | None = None,
         limit: MemoryLimit | None = None,
+        memory: HostMemory = _DEFAULT_MEMORY,
     ) -> None:
         _check_capacity(capacity_bytes, limit or memory_limit())
-        default_bytes = min(max(capacity_bytes // 16, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
-        self._budget = _ExtentBudget(capacity_bytes, extent_bytes or default_bytes)
+        self._stock = ExtentStock(capacity_bytes, extent_bytes or default_extent_bytes(capacity_bytes), memory)
+        self._finalizer = weakref.finalize(self, self._stock.close)  # ends its thread where nobody closes the tier
         self._freed_fill = freed_fill
         self._lock = threading.Lock()
         self._pools: dict[bytes, HostPool] = {}
@@ -54,13 +58,13 @@ class HostTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that extents may take in all."""
-        return self._budget.capacity_bytes
+        """Bytes that extents may take in all; sinks where the system turns out to have less."""
+        return self._stock.capacity_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the extents that pools hold now."""
-        return self._budget.reserved_bytes
+        """Bytes of the extents that pools hold now, and of those that went back but are still held by somebody."""
+        return self._stock.claimed_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -72,7 +76,11 @@ class HostTier:
     @property
     def refused_extents(self) -> int:
         """How often the system refused the memory of an extent that the capacity would have allowed."""
-        return self._budget.refused_extents
+        return self._stock.state().refused_extents
+
+    def memory(self) -> HostMemoryState:
+        """What memory the tier has now: pages, and how much is touched and locked."""
+        return self._stock.state()
 
     def pool(self, ns_id: bytes, part_sizes: tuple[int, ...], *, bytes_max: int | None = None) -> HostPool:
         """The pool of a namespace, made at the first call. Raises LayoutMismatchError if it has other part sizes.
@@ -84,7 +92,7 @@ class HostTier:
                 raise ClosedError("the host tier is closed")
             pool = self._pools.get(ns_id)
             if pool is None:
-                pool = self._pools[ns_id] = HostPool(part_sizes, self._budget, self._freed_fill, bytes_max)
+                pool = self._pools[ns_id] = HostPool(part_sizes, self, self._stock, self._freed_fill, bytes_max)
         if pool.part_sizes != part_sizes:
             raise LayoutMismatchError(
                 f"namespace {ns_id.hex()} has parts of {pool.part_sizes} bytes in host memory, not {part_sizes}"
@@ -108,18 +116,42 @@ class HostTier:
             self._pools.clear()
         for pool in pools:
             pool.close()
+        self._finalizer()
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentPlace:
+    """An extent of a pool: its id, never used again in this process, its slots, and how they lie in it."""
+
+    extent_id: int
+    slots: SlotRange
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlace:
+    """Where one part of a slot lies: the bytes [offset, offset + nbytes) of an extent."""
+
+    extent_id: int
+    offset: int
+    nbytes: int
 
 
 class HostPool:
     """The slots of one namespace in host memory; implements kvstore.tiers.base.Pool.
 
     Thread-safe. Copies take no lock: slots belong to their caller, and extents with used slots never go away.
+
+    For other processes that map extents: `extents()` and `place()` say where slots lie, `hold()` gives descriptors and
+    keeps an extent from going to another namespace until it is released, `retire()` takes an extent out of use while
+    it is held. What goes to another namespace is always new, zeroed memory: an old mapping shows none of it.
     """
 
     def __init__(
         self,
         part_sizes: tuple[int, ...],
-        budget: _ExtentBudget,
+        tier: HostTier,
+        stock: ExtentStock,
         freed_fill: int | None,
         bytes_max: int | None = None,
     ) -> None:
@@ -127,12 +159,13 @@ class HostPool:
         assert min(part_sizes) > 0, part_sizes
         self._part_sizes = part_sizes
         self._block_bytes = sum(part_sizes)
-        self._budget = budget
+        self._tier = tier  # lives as long as its pools: who drops it unclosed must not pull memory from under them
+        self._stock = stock
         self._freed_fill = freed_fill
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._slots = SlotMap()
-        self._table: HolderTable[_Extent] = HolderTable()
+        self._table = ExtentTable(part_sizes)
         self._closed = False
 
     @property
@@ -207,13 +240,47 @@ class HostPool:
             return self._slots.ranges()
 
     def give_back(self, slot_range: SlotRange) -> bool:
-        """Return one extent to the tier if all its slots are free; false and unchanged otherwise."""
+        """Return one extent to the tier if all its slots are free and nobody holds it; else false and unchanged."""
         with self._lock:
-            if not self._slots.remove(slot_range):
+            if not self._slots.is_free(slot_range):
                 return False
-            self._table = self._table.without(slot_range)
-            self._budget.refund(slot_range.count * self._block_bytes)
+            if not self._stock.give_back(self._table.holders.holder_of(slot_range)):
+                return False
+            self._remove(slot_range)
             return True
+
+    def retire(self, slot_range: SlotRange) -> bool:
+        """Take one extent out of use if all its slots are free; false and unchanged otherwise.
+
+        Where it is held, its memory counts as reserved until the last hold is released, and goes then.
+        """
+        with self._lock:
+            if not self._slots.is_free(slot_range):
+                return False
+            self._stock.retire(self._table.holders.holder_of(slot_range))
+            self._remove(slot_range)
+            return True
+
+    def extents(self) -> tuple[ExtentPlace, ...]:
+        """The extents the pool has now, by slot number."""
+        places = []
+        for slot_range, extent in self._table.extents:
+            assert extent.geometry is not None, extent.extent_id
+            places.append(ExtentPlace(extent.extent_id, slot_range, extent.geometry))
+        return tuple(places)
+
+    def place(self, slot: int, part: int) -> SlotPlace:
+        """Where a part of a slot lies; true as long as the slot is held."""
+        run = next(self._table.runs(as_slots((slot,))))
+        assert run.holder.geometry is not None, run.holder.extent_id
+        size = self._part_sizes[part]
+        return SlotPlace(run.holder.extent_id, run.holder.geometry.part_offsets[part] + run.index * size, size)
+
+    def hold(self, extent_id: int) -> ExtentHold | None:
+        """Keep an extent, for a process that maps it; None if the pool does not have it any more."""
+        with self._lock:
+            extent = next((extent for _, extent in self._table.extents if extent.extent_id == extent_id), None)
+            return None if extent is None else self._stock.hold(extent)
 
     def views(self, slot: int) -> tuple[Bytes1D, ...]:
         """The bytes of a slot in place, one writable array for each part; to be used only while the slot is held."""
@@ -225,7 +292,7 @@ class HostPool:
 
         Writable, and to be used only while the slots are held.
         """
-        parts = range(len(self._part_sizes)) if part is None else (part,)
+        parts = self._parts(part)
         pieces: list[Bytes1D] = []
         for run in self._table.runs(as_slots(slots)):
             regions = [run.holder.regions[number][run.index : run.index + run.count] for number in parts]
@@ -237,104 +304,47 @@ class HostPool:
 
     def write(self, slots: Slots, rows: Bytes2D, *, part: int | None = None) -> None:
         """Copy rows into slots: [n, part_bytes] of one part, or [n, block_bytes] with all parts one after the other."""
-        for inside, outside in self._copies(slots, rows, part):
-            inside[...] = outside
+        if len(slots):
+            write_rows(self._table, as_slots(slots), rows, self._parts(part))
 
     def read(self, slots: Slots, rows: Bytes2D, *, part: int | None = None) -> None:
         """Copy slots into rows; shapes as in write()."""
-        for inside, outside in self._copies(slots, rows, part):
-            outside[...] = inside
+        if len(slots):
+            read_rows(self._table, as_slots(slots), rows, self._parts(part))
 
     def close(self) -> None:
         """Drop all extents; only the tier calls this."""
         with self._lock:
             self._closed = True
-            for slot_range in self._table.ranges:
-                self._budget.refund(slot_range.count * self._block_bytes)
-            self._table = HolderTable()
+            for _, extent in self._table.extents:
+                self._stock.retire(extent)
+            self._table = ExtentTable(self._part_sizes)
             self._slots = SlotMap()
 
-    def _copies(self, slots: Slots, rows: Bytes2D, part: int | None) -> Iterator[tuple[Bytes2D, Bytes2D]]:
-        """Pairs (bytes in the tier, bytes in rows), one for each run of neighbouring slots and part."""
-        parts = tuple(range(len(self._part_sizes))) if part is None else (part,)
-        width = sum(self._part_sizes[number] for number in parts)
-        assert rows.shape == (len(slots), width), (rows.shape, len(slots), width)
-        for run in self._table.runs(as_slots(slots)):
-            offset = 0
-            for number in parts:
-                size = self._part_sizes[number]
-                inside = run.holder.regions[number][run.index : run.index + run.count]
-                yield inside, rows[run.start : run.start + run.count, offset : offset + size]
-                offset += size
+    def _parts(self, part: int | None) -> tuple[int, ...]:
+        return tuple(range(len(self._part_sizes))) if part is None else (part,)
+
+    def _remove(self, slot_range: SlotRange) -> None:
+        self._slots.remove(slot_range)
+        self._table = self._table.without(slot_range)
 
     def _reserved_bytes(self) -> int:
         return (self._slots.used_slots + self._slots.free_slots) * self._block_bytes
 
     def _grow(self) -> bool:
         left_bytes = None if self._bytes_max is None else self._bytes_max - self._reserved_bytes()
-        count = 0 if self._closed else self._budget.claim(self._block_bytes, left_bytes)
-        if count == 0:
+        extent = None if self._closed else self._stock.claim(self._part_sizes, left_bytes)
+        if extent is None:
             return False
-        try:
-            extent = _new_extent(self._part_sizes, count)
-        except (OSError, ValueError, OverflowError):  # mmap raises the latter two for sizes beyond the address space
-            self._budget.refuse(count * self._block_bytes)
-            return False
-        self._table = self._table.with_added(self._slots.add(count), extent)
+        assert extent.geometry is not None, extent.extent_id
+        self._table = self._table.with_added(self._slots.add(extent.geometry.slot_count), extent)
         return True
 
 
-class _ExtentBudget:
-    """The tier's capacity, from which pools claim extents. Thread-safe."""
-
-    def __init__(self, capacity_bytes: int, extent_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.reserved_bytes = 0
-        self.refused_extents = 0
-        self._extent_bytes = extent_bytes
-        self._lock = threading.Lock()
-
-    def claim(self, block_bytes: int, bytes_max: int | None) -> int:
-        """Reserve an extent and return its slots: the usual size, at least one slot, at most what is left."""
-        with self._lock:
-            left_bytes = self.capacity_bytes - self.reserved_bytes
-            if bytes_max is not None:
-                left_bytes = min(left_bytes, bytes_max)
-            count = min(max(self._extent_bytes, block_bytes), left_bytes) // block_bytes
-            self.reserved_bytes += count * block_bytes
-            return count
-
-    def refund(self, extent_bytes: int) -> None:
-        with self._lock:
-            self.reserved_bytes -= extent_bytes
-
-    def refuse(self, extent_bytes: int) -> None:
-        """Take back a claim whose memory the system refused."""
-        with self._lock:
-            self.reserved_bytes -= extent_bytes
-            self.refused_extents += 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Extent:
-    """Zeroed shared memory: for each part a region of shape (slots, part_bytes). Unmapped with its last view."""
-
-    regions: tuple[Bytes2D, ...]
-
-
-def _new_extent(part_sizes: tuple[int, ...], count: int) -> _Extent:
-    return _Extent(tuple(_new_region(count, part_bytes) for part_bytes in part_sizes))
-
-
-def _new_region(count: int, part_bytes: int) -> Bytes2D:
-    fd = os.memfd_create("kvstore-host", os.MFD_CLOEXEC)
-    try:
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, count * part_bytes)
-        mapping = mmap.mmap(fd, count * part_bytes)  # keeps a descriptor of its own
-    finally:
-        os.close(fd)
-    return np.frombuffer(mapping, dtype=np.uint8).reshape(count, part_bytes)
+def default_extent_bytes(capacity_bytes: int) -> int:
+    """What an extent has: a sixteenth of the capacity between 4 and 256 MiB, more where that made too many of them."""
+    usual = min(max(capacity_bytes // 16, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
+    return max(usual, -(-capacity_bytes // EXTENTS_MAX // _MIB) * _MIB)
 
 
 def _check_capacity(capacity_bytes: int, limit: MemoryLimit | None) -> None:

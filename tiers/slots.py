@@ -70,14 +70,17 @@ class SlotMap:
 
     def remove(self, slot_range: SlotRange) -> bool:
         """Drop a range if it is there and all its slots are free; false and unchanged otherwise."""
-        whole = (slot_range.first, slot_range.count, slot_range.count)
-        item = next((item for item in self._ranges if (item.first, item.count, item.free_count) == whole), None)
+        item = self._free_range(slot_range)
         if item is None:
             return False
         self._ranges.remove(item)
         self._free_count -= item.count
         self._slot_count -= item.count
         return True
+
+    def is_free(self, slot_range: SlotRange) -> bool:
+        """Whether a range is there and all its slots are free."""
+        return self._free_range(slot_range) is not None
 
     def used_in(self, slot_range: SlotRange) -> int:
         """Used slots of one range; 0 if it is not there."""
@@ -113,6 +116,10 @@ class SlotMap:
         for item, indices in self._spans(slots):
             item.vacate(indices)
         self._free_count += len(slots)
+
+    def _free_range(self, slot_range: SlotRange) -> _Range | None:
+        whole = (slot_range.first, slot_range.count, slot_range.count)
+        return next((item for item in self._ranges if (item.first, item.count, item.free_count) == whole), None)
 
     def _spans(self, slots: Slots) -> Iterator[tuple[_Range, IndexArray]]:
         """Ranges, each with the indices that `slots` has in it."""
@@ -201,6 +208,7 @@ class HolderTable(Generic[Holder]):
     ranges: tuple[SlotRange, ...] = ()
     holders: tuple[Holder, ...] = ()
     _firsts: IndexArray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    _counts: IndexArray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
 
     def with_added(self, slot_range: SlotRange, holder: Holder) -> HolderTable[Holder]:
         """A table that also has `holder` at `slot_range`."""
@@ -217,12 +225,23 @@ class HolderTable(Generic[Holder]):
         """The holder of a range."""
         return self.holders[self.ranges.index(slot_range)]
 
+    def places(self, slots: Slots) -> tuple[IndexArray, IndexArray]:
+        """For each slot the number of its holder, and its own number in there."""
+        numbers, places = self._find(slots)
+        indices = numbers - self._firsts[places]
+        assert (places >= 0).all(), "a slot is not of this pool"
+        assert (indices < self._counts[places]).all(), "a slot is not of this pool"
+        return places, indices
+
+    def _find(self, slots: Slots) -> tuple[IndexArray, IndexArray]:
+        numbers = slots.astype(np.intp)
+        return numbers, np.searchsorted(self._firsts, numbers, side="right") - 1
+
     def runs(self, slots: Slots) -> Iterator[SlotRun[Holder]]:
         """Cut `slots` into runs of neighbours within one holder, in the order given."""
         if len(slots) == 0:
             return
-        numbers = slots.astype(np.intp)
-        places = np.searchsorted(self._firsts, numbers, side="right") - 1
+        numbers, places = self._find(slots)
         breaks = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(places) != 0)) + 1
         for start, stop in pairwise((0, *breaks.tolist(), len(numbers))):
             place = int(places[start])
@@ -237,4 +256,5 @@ def _table(pairs: list[tuple[SlotRange, Holder]]) -> HolderTable[Holder]:
         tuple(pair[0] for pair in pairs),
         tuple(pair[1] for pair in pairs),
         np.array([pair[0].first for pair in pairs], dtype=np.intp),
+        np.array([pair[0].count for pair in pairs], dtype=np.intp),
     )

@@ -105,12 +105,12 @@ int UnlockPages(uint64_t address, size_t bytes) {
 }
 
 void DefineMemory(nb::module_& m) {
-  m.def("map_shared", &MapShared, nb::arg("fd"), nb::arg("bytes"), nb::arg("alignment"));
-  m.def("advise_huge", &AdviseHuge, nb::arg("address"), nb::arg("bytes"));
-  m.def("populate", &Populate, nb::arg("address"), nb::arg("bytes"));
-  m.def("touch", &Touch, nb::arg("address"), nb::arg("bytes"));
-  m.def("lock_pages", &LockPages, nb::arg("address"), nb::arg("bytes"));
-  m.def("unlock_pages", &UnlockPages, nb::arg("address"), nb::arg("bytes"));
+  m.def("map_shared", &MapShared, nb::arg("fd"), nb::arg("nbytes"), nb::arg("alignment"));
+  m.def("advise_huge", &AdviseHuge, nb::arg("address"), nb::arg("nbytes"));
+  m.def("populate", &Populate, nb::arg("address"), nb::arg("nbytes"));
+  m.def("touch", &Touch, nb::arg("address"), nb::arg("nbytes"));
+  m.def("lock_pages", &LockPages, nb::arg("address"), nb::arg("nbytes"));
+  m.def("unlock_pages", &UnlockPages, nb::arg("address"), nb::arg("nbytes"));
 }
 
 }  // namespace

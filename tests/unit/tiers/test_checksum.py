@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kvstore.tiers._core import _copy
 from kvstore.tiers.checksum import copy_and_digest, digest
 
-EDGES = (0, 1, 240, 241, 256, 1023, 1024, 1025, 1088, 4096, 131_072, (1 << 20) + 1023, (1 << 20) + 1024, (1 << 20) + 1025)
+MIB = 1 << 20
+EDGES = (0, 1, 240, 241, 256, 1023, 1024, 1025, 1088, 4096, 131_072, MIB + 1023, MIB + 1024, MIB + 1025)
 
 
 def random_bytes(count: int, seed: int = 1) -> np.ndarray:
