@@ -9,8 +9,6 @@ the only file of the product that reads the environment.
 from __future__ import annotations
 
 import difflib
-import enum
-import math
 import os
 import re
 import tomllib
@@ -19,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
-from kvstore.quantities import format_size, parse_duration, parse_size
+from kvstore.quantities import format_size
+from kvstore.setting_values import PARSERS, Kind
 from kvstore.types import FIELD_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
 DEFAULT_DISK_BYTES = 10 * 2**30
@@ -34,18 +33,7 @@ _SIZE_BYTES_MAX = 2**60
 _SECONDS_MAX = 30 * 86400
 # Those of kvstore.radix, which is too high up to be imported here.
 EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
-
-
-class Kind(enum.Enum):
-    """What values a setting takes, and the unit they have inside the program."""
-
-    SIZE = "bytes"
-    DURATION = "seconds"
-    COUNT = "count"
-    RATIO = "ratio"
-    FACTOR = "factor"
-    TEXT = "text"
-    LIST = "list"
+HUGE_PAGES = ("auto", "never", "required")  # that of kvstore.tiers, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +104,7 @@ class HostConfig:
         "Host memory for blocks; more than the machine or its cgroup has is refused.",
         minimum=2**20,
         maximum=_SIZE_BYTES_MAX,
-        auto="a quarter of the memory available at start, at least 64MiB",
+        auto="a quarter of what the machine and its control groups leave at start, 64MiB to 64GiB",
     )
 
 
@@ -186,6 +174,23 @@ class StoreConfig:
         Kind.TEXT,
         "What leaves first where room is short: survival, or lru, lfu, fifo, s3fifo and sieve to compare with.",
         choices=EVICTION_POLICIES,
+    )
+    huge_pages: str = _setting(
+        "auto",
+        Kind.TEXT,
+        "Huge pages for host memory: auto takes reserved or transparent ones where the system gives them.",
+        choices=HUGE_PAGES,
+    )
+    reserve_from_bytes: int = _setting(
+        128 * 2**20,
+        Kind.SIZE,
+        "Host tiers of so much or more are reserved and touched in the background at start, others as they fill.",
+        minimum=1,
+        maximum=_SIZE_BYTES_MAX,
+    )
+    lock_memory: bool = _setting(False, Kind.SWITCH, "Lock host memory, so that it is never swapped out (mlock).")
+    poison_freed: bool = _setting(
+        False, Kind.SWITCH, "For debugging: fill freed host memory, so that who still reads it sees a pattern."
     )
 
 
@@ -331,6 +336,8 @@ def format_value(setting: Setting, value: object) -> str:
         return format_size(value)
     if setting.rule.kind is Kind.DURATION:
         return f"{value:.12g}s"
+    if setting.rule.kind is Kind.SWITCH:
+        return str(value).lower()
     return str(value)
 
 
@@ -433,7 +440,7 @@ def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, ob
 
 def _parse(setting: Setting, key: str, value: object, origin: str) -> object:
     try:
-        parsed = _PARSERS[setting.rule.kind](value)
+        parsed = PARSERS[setting.rule.kind](value)
         _check_limits(setting, parsed)
     except ValueError as err:
         raise ConfigError(f"{key} is {value!r} ({origin}): {err}") from err
@@ -444,75 +451,11 @@ def _check_limits(setting: Setting, value: object) -> None:
     rule = setting.rule
     if rule.choices and value not in rule.choices:
         raise ValueError(f"expected one of {', '.join(rule.choices)}")
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and rule.kind is not Kind.SWITCH:
         if not value >= rule.minimum:  # a TOML nan is no number either
             raise ValueError(f"expected at least {format_value(setting, rule.minimum)}")
         if rule.maximum is not None and value > rule.maximum:
             raise ValueError(f"expected at most {format_value(setting, rule.maximum)}")
-
-
-def _as_size(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return parse_size(_as_text(value, "a size such as 67108864, 64MiB or 1GB"))
-
-
-def _as_duration(value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    return parse_duration(_as_text(value, "a duration such as 250ms, 2s or 5m"))
-
-
-def _as_ratio(value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    text = _as_text(value, "a number from 0 to 1")
-    if not re.fullmatch(r"\d(\.\d+)?", text, re.ASCII):
-        raise ValueError("expected a number from 0 to 1, such as 0.5")
-    return float(text)
-
-
-def _as_factor(value: object) -> float:
-    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value, re.ASCII):
-        value = float(value)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError("expected a number above 0, such as 0.5 or 2")
-    return float(value)
-
-
-def _as_count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    text = _as_text(value, "a whole number")
-    if not re.fullmatch(r"\d+", text, re.ASCII):
-        raise ValueError("expected a whole number")
-    return int(text)
-
-
-def _as_text(value: object, expected: str = "a text") -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected {expected}")
-    if "\0" in value:
-        raise ValueError("expected a text without NUL characters")
-    return value
-
-
-def _as_list(value: object) -> tuple[str, ...]:
-    items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) and item.strip() for item in items):
-        raise ValueError("expected a list of texts, or one text with commas")
-    return tuple(_as_text(item).strip() for item in items)
-
-
-_PARSERS: dict[Kind, Callable[[object], object]] = {
-    Kind.SIZE: _as_size,
-    Kind.DURATION: _as_duration,
-    Kind.COUNT: _as_count,
-    Kind.RATIO: _as_ratio,
-    Kind.FACTOR: _as_factor,
-    Kind.TEXT: _as_text,
-    Kind.LIST: _as_list,
-}
 
 
 def _build(section: type[Any], prefix: str, values: Mapping[str, object]) -> Any:  # noqa: ANN401  # any section

@@ -243,11 +243,95 @@ PROCESS_METRICS = (
 )
 
 
+class MemoryState(Protocol):
+    """What host memory the store has."""
+
+    @property
+    def extents(self) -> int:
+        """Pieces of shared memory."""
+        ...
+
+    @property
+    def held_extents(self) -> int:
+        """Those that some process was given to map."""
+        ...
+
+    @property
+    def refused_extents(self) -> int:
+        """How often the system refused memory that the capacity would have allowed."""
+        ...
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes brought in ahead of their use."""
+        ...
+
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes in huge pages."""
+        ...
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes that are never swapped out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMetric:
+    """One metric of host memory; fields as in StoreMetric."""
+
+    name: str
+    sentence: str
+    read: Callable[[MemoryState], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+
+MEMORY_METRICS = (
+    MemoryMetric(
+        "kvstore_host_extents", "Extents of host memory that there are.", lambda memory: _single(memory.extents)
+    ),
+    MemoryMetric(
+        "kvstore_host_held_extents",
+        "Extents that go to no other namespace since some process maps them.",
+        lambda memory: _single(memory.held_extents),
+    ),
+    MemoryMetric(
+        "kvstore_host_refused_extents_total",
+        "Extents that the system refused though the capacity had room for them.",
+        lambda memory: _single(memory.refused_extents),
+    ),
+    MemoryMetric(
+        "kvstore_host_touched_bytes",
+        "Bytes of host memory touched in the background; what is not pays for new pages at its first store.",
+        lambda memory: _single(memory.touched_bytes),
+    ),
+    MemoryMetric(
+        "kvstore_host_huge_page_bytes",
+        "Bytes of host memory in huge pages, counted when all is touched.",
+        lambda memory: _single(memory.huge_bytes),
+    ),
+    MemoryMetric(
+        "kvstore_host_locked_bytes",
+        "Bytes of host memory that are never swapped out.",
+        lambda memory: _single(memory.locked_bytes),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Where the numbers of a store are read at each scrape."""
+
+    stats: Callable[[], StoreStats]
+    memory: Callable[[], MemoryState]
+
+
 class StoreCollector(Collector):
     """Reads what others count, at each scrape."""
 
-    def __init__(self, read_stats: Callable[[], StoreStats], process: ProcessState, version: str) -> None:
-        self._read_stats = read_stats
+    def __init__(self, readers: Readers, process: ProcessState, version: str) -> None:
+        self._readers = readers
         self._process = process
         self._version = version
 
@@ -258,12 +342,15 @@ class StoreCollector(Collector):
         yield build
         for metric in PROCESS_METRICS:
             yield _family(metric, metric.read(self._process))
-        stats = self._read_stats()
+        memory = self._readers.memory()
+        for memory_metric in MEMORY_METRICS:
+            yield _family(memory_metric, memory_metric.read(memory))
+        stats = self._readers.stats()
         for store_metric in STORE_METRICS:
             yield _family(store_metric, store_metric.read(stats))
 
 
-def _family(metric: StoreMetric | ProcessMetric, samples: Iterable[Sample]) -> Metric:
+def _family(metric: StoreMetric | ProcessMetric | MemoryMetric, samples: Iterable[Sample]) -> Metric:
     kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
     family = kind(metric.name, metric.sentence, labels=metric.labels)
     for labels, value in samples:
@@ -273,17 +360,15 @@ def _family(metric: StoreMetric | ProcessMetric, samples: Iterable[Sample]) -> M
 
 def metric_names() -> tuple[str, ...]:
     """Every metric of ours, as scraped."""
-    declared = (*PROCESS_METRICS, *STORE_METRICS)
+    declared = (*PROCESS_METRICS, *MEMORY_METRICS, *STORE_METRICS)
     return (BUILD_INFO, CALL_SECONDS, *(metric.name for metric in declared))
 
 
-def make_registry(
-    read_stats: Callable[[], StoreStats], process: ProcessState, calls: CallMetrics, version: str
-) -> CollectorRegistry:
+def make_registry(readers: Readers, process: ProcessState, calls: CallMetrics, version: str) -> CollectorRegistry:
     """A registry of its own with all our metrics, and the usual `process_*` ones (memory, CPU, files)."""
     registry = CollectorRegistry()
     registry.register(calls)
-    registry.register(StoreCollector(read_stats, process, version))
+    registry.register(StoreCollector(readers, process, version))
     ProcessCollector(registry=registry)
     return registry
 

@@ -24,10 +24,10 @@ import uvloop
 from kvstore import __version__
 from kvstore.config import Config, read_secret
 from kvstore.log_lines import log_to_stderr
-from kvstore.metrics import CallMetrics, MetricsPage, make_registry
+from kvstore.metrics import CallMetrics, MetricsPage, Readers, make_registry
 from kvstore.quantities import format_size
 from kvstore.store import Quota, StoreSettings, open_store
-from kvstore.tiers.memory_limit import memory_limit
+from kvstore.tiers.memory_limit import memory_limit, share_bytes
 from kvstore.transport.limits import ServiceLimits
 from kvstore.transport.server import TransportServer
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kvstore.config import QuotaConfig
     from kvstore.store import Store
 
-HOST_BYTES_MIN = 64 * 2**20
 _MIB = 2**20
 # A thread that wants the interpreter from a busy one gets it after this long. The default of 5 ms would be most of
 # what an engine gives a lookup.
@@ -64,7 +63,7 @@ def run(config: Config, *, ready: TextIO) -> None:
         store = stack.enter_context(_open(config))
         calls = CallMetrics()
         server = TransportServer(store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls)
-        registry = make_registry(store.stats, server, calls, __version__)
+        registry = make_registry(Readers(store.stats, store.host_memory), server, calls, __version__)
         address = config.server.metrics_address
         page = stack.enter_context(contextlib.closing(MetricsPage(registry, address))) if address else None
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
@@ -89,12 +88,18 @@ def keep_freed_memory() -> None:
 
 
 def host_bytes(config: Config) -> int:
-    """Capacity of the host tier: the setting, else a quarter of the memory available now, at least HOST_BYTES_MIN."""
+    """Capacity of the host tier: the setting, else a bounded share of what the machine and its control groups leave."""
     if config.tiers.host.capacity_bytes is not None:
         return config.tiers.host.capacity_bytes
     limit = memory_limit()
-    quarter_bytes = 0 if limit is None else limit.available_bytes // 4
-    return max(HOST_BYTES_MIN, quarter_bytes // _MIB * _MIB)
+    capacity_bytes = share_bytes(limit)
+    logger.info(
+        "host capacity is a share of what is left: capacity=%s left=%s limit=%s; set it with --host-bytes",
+        format_size(capacity_bytes),
+        "unknown" if limit is None else format_size(limit.available_bytes // _MIB * _MIB),
+        "none" if limit is None else limit.source,
+    )
+    return capacity_bytes
 
 
 def _open(config: Config) -> Store:

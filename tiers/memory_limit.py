@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+_MIB = 1 << 20
+SHARE_BYTES_MIN = 64 * _MIB
+SHARE_BYTES_MAX = 65536 * _MIB  # who has more to give says so: all of it is taken at the start
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
     """Bytes that may still be taken, and who says so."""
@@ -27,6 +32,12 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     return min(limits, key=lambda limit: limit.available_bytes, default=None)
 
 
+def share_bytes(limit: MemoryLimit | None) -> int:
+    """What host memory takes where nobody says how much: a quarter of what is left, within SHARE_BYTES_MIN and _MAX."""
+    quarter_bytes = 0 if limit is None else limit.available_bytes // 4
+    return min(max(SHARE_BYTES_MIN, quarter_bytes // _MIB * _MIB), SHARE_BYTES_MAX)
+
+
 def _machine_limits(root: Path) -> Iterator[MemoryLimit]:
     for line in _lines(root / "proc/meminfo"):
         name, _, rest = line.partition(":")
@@ -40,6 +51,8 @@ def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             yield from _limits_up(mount, path, "memory.max", "memory.current", "inactive_file")
+            # Beyond this one the kernel slows the whole group down.
+            yield from _limits_up(mount, path, "memory.high", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             yield from _limits_up(mount / "memory", path, *files)

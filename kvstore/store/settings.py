@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
 from kvstore.radix.tree import POLICIES
+from kvstore.tiers.extent_stock import HostMemory
+from kvstore.tiers.huge_pages import HUGE_PAGES
 
 if TYPE_CHECKING:
     from kvstore.types import Namespace
@@ -67,12 +69,16 @@ class StoreSettings:
     stage_seconds_max: float = 600.0
     lease_seconds_max: float = 3600.0
     eviction_policy: str = "survival"
+    huge_pages: str = "auto"
+    reserve_from_bytes: int = 128 << 20
+    lock_memory: bool = False
+    poison_freed: bool = False
     quotas: tuple[Quota, ...] = ()
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not isinstance(value, (int, float)):
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
                 continue
             least = 0 if isinstance(value, float) else 1
             if value < least:
@@ -81,6 +87,15 @@ class StoreSettings:
             raise ConfigError(f"pinned_ratio_max is {self.pinned_ratio_max}, expected 0..1")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}, expected one of {', '.join(POLICIES)}")
+        if self.huge_pages not in HUGE_PAGES:
+            raise ConfigError(f"huge_pages is {self.huge_pages!r}, expected one of {', '.join(HUGE_PAGES)}")
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """How the host tier takes its memory."""
+        return HostMemory(
+            huge_pages=self.huge_pages, lock_memory=self.lock_memory, reserve_from_bytes=self.reserve_from_bytes
+        )
 
     def check_capacities(self, host_bytes: int, disk_bytes: int) -> None:
         """Raise ConfigError where a quota ensures more than a tier has."""

@@ -18,7 +18,7 @@ from kvstore.store.settings import StoreSettings
 from kvstore.store.stage import StoreStage
 from kvstore.store.what_if import what_if
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.host import HostTier
+from kvstore.tiers.host import POISON, HostTier
 from kvstore.tokens import as_token_array
 from kvstore.types import PLAIN_ROOT, PrefixMatch, StoreStats, Tier, TierStats, Verification, require_seconds
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.store.space import Freed, Space
+    from kvstore.tiers.extent_stock import HostMemoryState
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
 
@@ -215,6 +216,11 @@ class Store:
                 what_if=what_if(spaces),
             )
 
+    def host_memory(self) -> HostMemoryState:
+        """What host memory there is: pages, and how much is touched and locked."""
+        self._check_open()
+        return self._host.memory()
+
     def verify(self) -> Verification:
         """Check the index; see kvstore.api.KvStore."""
         self._check_open()
@@ -380,7 +386,7 @@ def open_store(
     clock = SystemClock() if clock is None else clock
     settings = StoreSettings() if settings is None else settings
     settings.check_capacities(host_bytes, disk_bytes)
-    host = HostTier(host_bytes)
+    host = HostTier(host_bytes, freed_fill=POISON if settings.poison_freed else None, memory=settings.host_memory)
     disk = None
     if disk_bytes and path is not None:
         try:

@@ -17,9 +17,12 @@ from kvstore.metrics import (
     STORE_METRICS,
     CallMetrics,
     MetricsPage,
+    Readers,
     make_registry,
     metric_names,
 )
+from kvstore.tiers.extent_stock import HostMemoryState
+from kvstore.tiers.huge_pages import PageKind
 from kvstore.types import StoreStats, TierStats, WhatIf
 
 STATS = StoreStats(
@@ -44,6 +47,19 @@ STATS = StoreStats(
 )
 
 
+MEMORY = HostMemoryState(
+    pages=PageKind.TRANSPARENT,
+    capacity_bytes=1000,
+    extents=23,
+    touched_bytes=700,
+    huge_bytes=512,
+    locked_bytes=256,
+    held_extents=24,
+    refused_extents=25,
+)
+READERS = Readers(lambda: STATS, lambda: MEMORY)
+
+
 class Process:
     failures = 17
     connections: ClassVar = {"wire": 19, "grpc": 20}
@@ -61,7 +77,7 @@ def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
 
 
 def test_each_store_metric_has_the_exact_value_of_the_store():
-    found = values(make_registry(lambda: STATS, Process(), CallMetrics(), "1.2.3"))
+    found = values(make_registry(READERS, Process(), CallMetrics(), "1.2.3"))
 
     expected = {
         ("kvstore_build_info", "1.2.3"): 1,
@@ -89,6 +105,12 @@ def test_each_store_metric_has_the_exact_value_of_the_store():
         ("kvstore_evicted_blocks_total", "clear"): 8,
         ("kvstore_corrupt_blocks_total", ""): 1,
         ("kvstore_disk_faults_total", "read_error"): 18,
+        ("kvstore_host_extents", ""): 23,
+        ("kvstore_host_held_extents", ""): 24,
+        ("kvstore_host_refused_extents_total", ""): 25,
+        ("kvstore_host_touched_bytes", ""): 700,
+        ("kvstore_host_huge_page_bytes", ""): 512,
+        ("kvstore_host_locked_bytes", ""): 256,
         ("kvstore_leases", ""): 12,
         ("kvstore_stages", ""): 13,
         ("kvstore_pins", ""): 14,
@@ -110,8 +132,10 @@ def test_every_counter_of_the_store_moves_a_metric(name):
     else:
         changed = {**value, "other": 9} if isinstance(value, dict) else value + 1
 
-    before = values(make_registry(lambda: STATS, Process(), CallMetrics(), "1"))
-    after = values(make_registry(lambda: replace(STATS, **{name: changed}), Process(), CallMetrics(), "1"))
+    before = values(make_registry(READERS, Process(), CallMetrics(), "1"))
+    after = values(
+        make_registry(Readers(lambda: replace(STATS, **{name: changed}), lambda: MEMORY), Process(), CallMetrics(), "1")
+    )
 
     moved = [key for key in after if key[0].startswith("kvstore_") and after[key] != before.get(key)]
     assert (3 if name == "tiers" else 1) == len(moved)
@@ -143,7 +167,7 @@ def test_there_are_no_created_series_and_no_names_beyond_the_declared_ones():
     calls = CallMetrics()
     calls.observe("Match", 0.001, "OK")
 
-    names = {name for name, _ in values(make_registry(lambda: STATS, Process(), calls, "1"))}
+    names = {name for name, _ in values(make_registry(READERS, Process(), calls, "1"))}
 
     ours = {name for name in names if name.startswith("kvstore_")}
     assert [] == [name for name in names if name.endswith("_created")]
@@ -152,8 +176,8 @@ def test_there_are_no_created_series_and_no_names_beyond_the_declared_ones():
 
 
 def test_two_registries_stand_side_by_side():
-    make_registry(lambda: STATS, Process(), CallMetrics(), "1")
-    make_registry(lambda: STATS, Process(), CallMetrics(), "1")
+    make_registry(READERS, Process(), CallMetrics(), "1")
+    make_registry(READERS, Process(), CallMetrics(), "1")
 
 
 def test_names_have_base_units_and_each_is_declared_once():
@@ -165,7 +189,7 @@ def test_names_have_base_units_and_each_is_declared_once():
 
 
 def test_the_page_serves_the_registry_on_a_free_port_until_closed():
-    page = MetricsPage(make_registry(lambda: STATS, Process(), CallMetrics(), "1"), "127.0.0.1:0")
+    page = MetricsPage(make_registry(READERS, Process(), CallMetrics(), "1"), "127.0.0.1:0")
     with urllib.request.urlopen(f"http://{page.address}/metrics") as response:
         text = response.read().decode()
     page.close()

@@ -11,6 +11,7 @@ import pytest
 from kvstore import server
 from kvstore.config import load_config
 from kvstore.log_lines import JsonFormatter, TextFormatter
+from kvstore.quantities import format_size
 from kvstore.tiers.memory_limit import MemoryLimit
 
 MIB = 2**20
@@ -20,14 +21,20 @@ MIB = 2**20
     ("limit", "expected"),
     [
         (MemoryLimit(1000 * MIB + 5, "test"), 250 * MIB),
-        (MemoryLimit(100 * MIB, "test"), server.HOST_BYTES_MIN),
-        (None, server.HOST_BYTES_MIN),
+        (MemoryLimit(100 * MIB, "test"), 64 * MIB),
+        (MemoryLimit(1 << 40, "test"), 64 << 30),
+        (None, 64 * MIB),
     ],
 )
-def test_host_memory_is_a_quarter_of_what_is_available_and_never_less_than_the_minimum(monkeypatch, limit, expected):
+def test_host_memory_is_a_quarter_of_what_is_left_within_bounds_and_said(monkeypatch, caplog, limit, expected):
     monkeypatch.setattr(server, "memory_limit", lambda: limit)
 
-    assert expected == server.host_bytes(load_config(environ={}).config)
+    with caplog.at_level(logging.INFO, logger="kvstore.server"):
+        assert expected == server.host_bytes(load_config(environ={}).config)
+
+    assert [f"capacity={format_size(expected)}"] == [
+        word for word in caplog.text.split() if word.startswith("capacity=")
+    ]
 
 
 def test_host_memory_that_is_set_is_taken_as_it_is(monkeypatch):

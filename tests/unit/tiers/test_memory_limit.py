@@ -40,6 +40,22 @@ def test_the_tightest_group_above_us_decides(tmp_path: Path) -> None:
     assert "slice/memory.max" in limit.source
 
 
+def test_the_limit_at_which_a_group_is_slowed_down_counts_too(tmp_path: Path) -> None:
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod\n",
+            "sys/fs/cgroup/pod/memory.max": "9000\n",
+            "sys/fs/cgroup/pod/memory.high": "6000\n",
+            "sys/fs/cgroup/pod/memory.current": "1000\n",
+        },
+    )
+    limit = memory_limit(root)
+    assert limit is not None
+    assert 5000 == limit.available_bytes
+    assert "memory.high" in limit.source
+
+
 def test_the_group_of_a_container_is_found_at_the_mount(tmp_path: Path) -> None:
     root = make(tmp_path, {"proc/self/cgroup": "0::/not/here\n", "sys/fs/cgroup/memory.max": "5000\n"})
     limit = memory_limit(root)
