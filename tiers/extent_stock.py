@@ -87,6 +87,7 @@ class ExtentStock:
         self._claimed_bytes = 0  # of lent and retired extents, and of those about to be lent
         self._refused_extents = 0
         self._huge_bytes = 0
+        self._is_working = False
         self._in_work: Extent | None = None
         self._left_alone: set[Extent] = set()  # lent, and not to be touched for lack of memory
         self._warned = False
@@ -121,6 +122,13 @@ class ExtentStock:
                 locked_bytes=sum(extent.locked_bytes for extent in extents),
                 held_extents=len(self._holds),
                 refused_extents=self._refused_extents,
+            )
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait until all there is to reserve, touch and lock is; false if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._thread is None or (self._is_done() and not self._is_working), seconds
             )
 
     def claim(self, part_sizes: tuple[int, ...], bytes_max: int | None) -> Extent | None:
@@ -305,17 +313,15 @@ class ExtentStock:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._changed:
-                extent = self._next()
-                while extent is None and not self._closed and not self._lacks_spare():
-                    self._changed.wait()
-                    extent = self._next()
+                self._changed.wait_for(lambda: self._closed or not self._is_done())
                 if self._closed:
                     return
-                self._in_work = extent
+                extent = self._in_work = self._next()
+                self._is_working = True
             try:
                 self._advance(extent)
             except OSError as error:
-                self._give_way(extent, error)
+                self._shrink(error)
             finally:
                 self._end_work(extent)
 
@@ -330,6 +336,9 @@ class ExtentStock:
             self._locker is not None and extent.locked_bytes < extent.nbytes
         )
 
+    def _is_done(self) -> bool:
+        return self._next() is None and not self._lacks_spare()
+
     def _lacks_spare(self) -> bool:
         return self._reserves and self._left_over() >= self._spare_bytes
 
@@ -338,20 +347,38 @@ class ExtentStock:
         if extent is None:
             self._add_spare()
         elif extent.touched_bytes < extent.nbytes:
-            self._require_room(_PIECE_BYTES)
-            extent.touch(_PIECE_BYTES)
+            self._touch_piece(extent)
         else:
             self._lock_piece(extent)
 
     def _add_spare(self) -> None:
         """Make one more spare extent, as far as there still is room for it."""
         self._require_room(_PIECE_BYTES)
-        extent = Extent(self._spare_bytes, self._pages)
+        pages = self._pages
+        try:
+            extent = Extent(self._spare_bytes, pages)
+        except OSError as error:
+            if pages.kind is not PageKind.RESERVED:
+                raise
+            self._without_reserved_pages(error)
+            return
         with self._changed:
             if not self._closed and self._lacks_spare():
                 self._spare.append(extent)
                 return
         extent.close()
+
+    def _touch_piece(self, extent: Extent) -> None:
+        """Touch what follows. Reserved huge pages are touched while they are spare, and given up where that fails."""
+        self._require_room(_PIECE_BYTES)
+        try:
+            extent.touch(_PIECE_BYTES)
+        except OSError as error:
+            if extent.pages.kind is not PageKind.RESERVED:
+                raise
+            self._without_reserved_pages(error)
+            with self._changed:
+                self._spare.remove(extent)  # closed when this piece of work ends
 
     def _lock_piece(self, extent: Extent) -> None:
         """Lock what follows; the first refusal is the last attempt."""
@@ -369,10 +396,13 @@ class ExtentStock:
             self._in_work = None
             if extent is not None and not any(extent in owned for owned in (self._lent, self._spare, self._retired)):
                 extent.close()
-            is_done = not self._closed and self._next() is None and not self._lacks_spare()
+            is_done = not self._closed and self._is_done()
             extents = [*self._lent, *self._spare]
         if is_done:
             self._tell(extents)
+        with self._changed:
+            self._is_working = False
+            self._changed.notify_all()
 
     def _tell(self, extents: list[Extent]) -> None:
         """Say what there is once all is touched. Plain pages are not looked up: that walks over each of them."""
@@ -384,16 +414,6 @@ class ExtentStock:
             touched = sum(extent.touched_bytes for extent in extents)
             locked = sum(extent.locked_bytes for extent in extents)
             logger.info("host memory is ready: touched=%d in_huge_pages=%d locked=%d", touched, found, locked)
-
-    def _give_way(self, extent: Extent | None, error: OSError) -> None:
-        """What the system refused decides what is done without: its reserved huge pages, or a part of the capacity."""
-        if self._pages.kind is not PageKind.RESERVED:
-            self._shrink(error)
-            return
-        self._without_reserved_pages(error)
-        with self._changed:
-            if extent in self._spare:
-                self._spare.remove(extent)  # closed when this piece of work ends
 
     def _shrink(self, error: OSError) -> None:
         """Go on with the memory that there is. Untouched extents in use stay; no more of them is touched ahead."""

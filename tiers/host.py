@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvstore.errors import ClosedError, LayoutMismatchError, StorageError
 from kvstore.tiers.extent_stock import ExtentStock, HostMemory
@@ -14,6 +14,8 @@ from kvstore.tiers.memory_limit import memory_limit
 from kvstore.tiers.slots import SlotMap, as_slots
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from kvstore.tiers.base import Bytes1D, Bytes2D, SlotRange
     from kvstore.tiers.extent import ExtentHold, Geometry
     from kvstore.tiers.extent_stock import HostMemoryState
@@ -82,6 +84,10 @@ class HostTier:
         """What memory the tier has now: pages, and how much is touched and locked."""
         return self._stock.state()
 
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait until the memory that is taken in the background is there, touched and locked; false if that is late."""
+        return self._stock.wait_ready(seconds)
+
     def pool(self, ns_id: bytes, part_sizes: tuple[int, ...], *, bytes_max: int | None = None) -> HostPool:
         """The pool of a namespace, made at the first call. Raises LayoutMismatchError if it has other part sizes.
 
@@ -117,6 +123,14 @@ class HostTier:
         for pool in pools:
             pool.close()
         self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)
