@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from kvstore.errors import ClosedError, LayoutMismatchError, StorageError
 from kvstore.tiers.base import SlotRange
-from kvstore.tiers.host import HostTier
+from kvstore.tiers.host import POISON, HostTier
 from kvstore.tiers.memory_limit import MemoryLimit
 
 NS = b"n" * 16
@@ -192,3 +193,38 @@ def test_threads_never_share_a_slot() -> None:
         thread.join()
     assert [] == failures
     assert 0 == tier.used_bytes
+
+
+def test_a_full_tier_says_no_room_at_once_to_many_threads() -> None:
+    tier = HostTier(64 * 64, extent_bytes=64 * 8)
+    pool, other = tier.pool(NS, (64,)), tier.pool(OTHER_NS, (64,))
+    assert 64 == len(pool.allocate(64))
+    given: list[int] = []
+
+    def ask() -> None:
+        given.extend(len(pool_of.allocate(7)) for _ in range(250) for pool_of in (pool, other))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    cpu_seconds = time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [0] * 4000 == given
+    assert 10 > time.process_time() - cpu_seconds  # 4,000 answers take about 0.1 s
+
+
+def test_a_stale_reader_of_a_freed_slot_sees_the_poison_and_nothing_older() -> None:
+    tier = HostTier(1 << 20, freed_fill=POISON)
+    pool = tier.pool(NS, (1000, 24))
+    slots = pool.allocate(8)
+    pool.write(slots, np.full((8, 1024), 7, dtype=np.uint8))
+    stale = pool.views(int(slots[3]))
+    pool.free(slots[3:4])
+    rows = np.zeros((1, 1024), dtype=np.uint8)
+    pool.read(slots[3:4], rows)
+    assert all((view == POISON).all() for view in stale)
+    assert (rows == POISON).all()
+    kept = np.zeros((7, 1024), dtype=np.uint8)
+    pool.read(np.delete(slots, 3), kept)
+    assert (kept == 7).all()
