@@ -14,10 +14,13 @@ from typing import Protocol
 
 from kvstore.errors import ConfigError
 from kvstore.transport.address import SOCKET_PATH_BYTES_MAX, TcpAddress, UnixAddress
+from kvstore.transport.left_over import sweep_beside
 
 _PROBE_SECONDS = 1.0
 _BACKLOG = 1024
 _UNIX_TARGET = "unix:"
+_FOLDER_PREFIX = ".kv"
+_SOCKET_NAME = "s"
 
 
 class PortServer(Protocol):
@@ -108,12 +111,13 @@ def _bind_unix(server: PortServer, address: UnixAddress) -> BoundAddress:
     path = Path(address.path)
     _refuse_unless_free(path)
     try:
-        private = tempfile.TemporaryDirectory(prefix=".kv", dir=path.parent)
+        private = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=path.parent)
     except OSError as err:
         raise ConfigError(f"cannot listen on {address}: {path.parent}: {err.strerror}") from err
     # Bound where nobody else may look, then moved: the socket has its final mode before it can be reached.
     with private as directory:
-        inner = Path(directory, "s")
+        sweep_beside(Path(directory), _FOLDER_PREFIX, _SOCKET_NAME)
+        inner = Path(directory, _SOCKET_NAME)
         if len(os.fsencode(inner)) > SOCKET_PATH_BYTES_MAX:
             raise ConfigError(f"cannot listen on {address}: its directory has too long a name for a socket")
         try:

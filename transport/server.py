@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.transport.address import parse_address
 from kvstore.transport.admin import AdminService
 from kvstore.transport.calls import CallRoot
+from kvstore.transport.left_over import sweep_beside
 from kvstore.transport.listen import BoundAddress, SocketServer, bind
 from kvstore.transport.service import CacheService
 from kvstore.transport.state import ServiceState
@@ -36,6 +38,8 @@ _SERVICES = (
 _KEEPALIVE_TIME_MS = 20_000
 _KEEPALIVE_TIMEOUT_MS = 10_000
 _EXTRA_CALLS = 64
+_FOLDER_PREFIX = "kvstore-"
+_SOCKET_NAME = "grpc"
 
 
 class TransportServer:
@@ -156,8 +160,9 @@ class TransportServer:
 
 def _private_listener(server: PortServer) -> int:
     """Let gRPC listen on a socket whose name is gone at once; returns a descriptor of it, by which one can connect."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-") as directory:
-        path = f"{directory}/grpc"
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as directory:
+        sweep_beside(Path(directory), _FOLDER_PREFIX, _SOCKET_NAME)
+        path = f"{directory}/{_SOCKET_NAME}"
         server.add_insecure_port(f"unix:{path}")
         inner = os.open(path, os.O_PATH | os.O_CLOEXEC)
         os.unlink(path)
