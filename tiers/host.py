@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvstore.errors import ClosedError, LayoutMismatchError, StorageError
 from kvstore.tiers.extent_stock import ExtentStock, HostMemory
-from kvstore.tiers.host_copy import ExtentTable, read_rows, write_rows
+from kvstore.tiers.host_copy import ExtentTable
 from kvstore.tiers.memory_limit import memory_limit
 from kvstore.tiers.slots import SlotMap, as_slots
 
@@ -306,7 +306,7 @@ class HostPool:
 
         Writable, and to be used only while the slots are held.
         """
-        parts = self._parts(part)
+        parts = range(len(self._part_sizes)) if part is None else (part,)
         pieces: list[Bytes1D] = []
         for run in self._table.runs(as_slots(slots)):
             regions = [run.holder.regions[number][run.index : run.index + run.count] for number in parts]
@@ -318,13 +318,11 @@ class HostPool:
 
     def write(self, slots: Slots, rows: Bytes2D, *, part: int | None = None) -> None:
         """Copy rows into slots: [n, part_bytes] of one part, or [n, block_bytes] with all parts one after the other."""
-        if len(slots):
-            write_rows(self._table, as_slots(slots), rows, self._parts(part))
+        self._table.write(as_slots(slots), rows, part)
 
     def read(self, slots: Slots, rows: Bytes2D, *, part: int | None = None) -> None:
         """Copy slots into rows; shapes as in write()."""
-        if len(slots):
-            read_rows(self._table, as_slots(slots), rows, self._parts(part))
+        self._table.read(as_slots(slots), rows, part)
 
     def close(self) -> None:
         """Drop all extents; only the tier calls this."""
@@ -334,9 +332,6 @@ class HostPool:
                 self._stock.retire(extent)
             self._table = ExtentTable(self._part_sizes)
             self._slots = SlotMap()
-
-    def _parts(self, part: int | None) -> tuple[int, ...]:
-        return tuple(range(len(self._part_sizes))) if part is None else (part,)
 
     def _remove(self, slot_range: SlotRange) -> None:
         self._slots.remove(slot_range)

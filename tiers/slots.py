@@ -208,7 +208,6 @@ class HolderTable(Generic[Holder]):
     ranges: tuple[SlotRange, ...] = ()
     holders: tuple[Holder, ...] = ()
     _firsts: IndexArray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-    _counts: IndexArray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
 
     def with_added(self, slot_range: SlotRange, holder: Holder) -> HolderTable[Holder]:
         """A table that also has `holder` at `slot_range`."""
@@ -225,23 +224,12 @@ class HolderTable(Generic[Holder]):
         """The holder of a range."""
         return self.holders[self.ranges.index(slot_range)]
 
-    def places(self, slots: Slots) -> tuple[IndexArray, IndexArray]:
-        """For each slot the number of its holder, and its own number in there."""
-        numbers, places = self._find(slots)
-        indices = numbers - self._firsts[places]
-        assert (places >= 0).all(), "a slot is not of this pool"
-        assert (indices < self._counts[places]).all(), "a slot is not of this pool"
-        return places, indices
-
-    def _find(self, slots: Slots) -> tuple[IndexArray, IndexArray]:
-        numbers = slots.astype(np.intp)
-        return numbers, np.searchsorted(self._firsts, numbers, side="right") - 1
-
     def runs(self, slots: Slots) -> Iterator[SlotRun[Holder]]:
         """Cut `slots` into runs of neighbours within one holder, in the order given."""
         if len(slots) == 0:
             return
-        numbers, places = self._find(slots)
+        numbers = slots.astype(np.intp)
+        places = np.searchsorted(self._firsts, numbers, side="right") - 1
         breaks = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(places) != 0)) + 1
         for start, stop in pairwise((0, *breaks.tolist(), len(numbers))):
             place = int(places[start])
@@ -256,5 +244,4 @@ def _table(pairs: list[tuple[SlotRange, Holder]]) -> HolderTable[Holder]:
         tuple(pair[0] for pair in pairs),
         tuple(pair[1] for pair in pairs),
         np.array([pair[0].first for pair in pairs], dtype=np.intp),
-        np.array([pair[0].count for pair in pairs], dtype=np.intp),
     )

@@ -6,6 +6,7 @@
 #include "block_copy.h"
 #include "checksum.h"
 #include "memory.h"
+#include "slot_copy.h"
 
 namespace nb = nanobind;
 
@@ -43,16 +44,63 @@ void Scatter(Table pieces, Ids block_ids, Ids row_ids, uint64_t packed_address, 
   kvstore::Scatter(copy, threads);
 }
 
-using Numbers = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using BytesOut = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void CopyRuns(Numbers targets, Numbers sources, Numbers sizes) {
-  if (targets.shape(0) != sources.shape(0) || targets.shape(0) != sizes.shape(0)) {
-    throw nb::value_error("targets, sources and sizes differ in length");
+using Slots = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Numbers = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Starts = nb::ndarray<const uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Where the slots of a pool lie. Keeps the arrays that it was made of.
+class SlotTable {
+ public:
+  SlotTable(Ids firsts, Ids counts, Starts starts, Numbers part_bytes)
+      : firsts_(firsts), counts_(counts), starts_(starts), part_bytes_(part_bytes) {
+    if (firsts.shape(0) != counts.shape(0) || firsts.shape(0) != starts.shape(0) ||
+        part_bytes.shape(0) != starts.shape(1)) {
+      throw nb::value_error("expected firsts and counts of [extents], starts of [extents, parts], part_bytes of [parts]");
+    }
   }
-  const nb::gil_scoped_release released;
-  kvstore::CopyRuns(targets.data(), sources.data(), sizes.data(), targets.shape(0));
+
+  void Write(Slots slots, uint64_t address, uint64_t stride, size_t first_part, size_t end_part) const {
+    Copy(kvstore::WriteSlots, slots, {address, stride, first_part, end_part});
+  }
+
+  void Read(Slots slots, uint64_t address, uint64_t stride, size_t first_part, size_t end_part) const {
+    Copy(kvstore::ReadSlots, slots, {address, stride, first_part, end_part});
+  }
+
+ private:
+  template <typename CopySlots>
+  void Copy(CopySlots copy_slots, const Slots& slots, const kvstore::Rows& rows) const {
+    if (rows.first_part > rows.end_part || rows.end_part > part_bytes_.shape(0)) throw nb::value_error("no such parts");
+    const kvstore::SlotTable table{firsts_.data(),      counts_.data(),     starts_.data(),
+                                   firsts_.shape(0),    part_bytes_.data(), part_bytes_.shape(0)};
+    bool found = true;
+    {
+      const nb::gil_scoped_release released;
+      found = copy_slots(table, slots.data(), slots.shape(0), rows);
+    }
+    if (!found) {
+      PyErr_SetString(PyExc_AssertionError, "a slot is not of this pool");
+      throw nb::python_error();
+    }
+  }
+
+  Ids firsts_;
+  Ids counts_;
+  Starts starts_;
+  Numbers part_bytes_;
+};
+
+void DefineSlotTable(nb::module_& m) {
+  nb::class_<SlotTable>(m, "SlotTable")
+      .def(nb::init<Ids, Ids, Starts, Numbers>(), nb::arg("firsts").noconvert(), nb::arg("counts").noconvert(),
+           nb::arg("starts").noconvert(), nb::arg("part_bytes").noconvert())
+      .def("write", &SlotTable::Write, nb::arg("slots").noconvert(), nb::arg("address"), nb::arg("stride"),
+           nb::arg("first_part"), nb::arg("end_part"))
+      .def("read", &SlotTable::Read, nb::arg("slots").noconvert(), nb::arg("address"), nb::arg("stride"),
+           nb::arg("first_part"), nb::arg("end_part"));
 }
 
 uint64_t CopyAndDigest(BytesOut target, Bytes source) {
@@ -125,8 +173,7 @@ NB_MODULE(_copy, m) {
   m.def("scatter", &Scatter, nb::arg("pieces").noconvert(), nb::arg("block_ids").noconvert(),
         nb::arg("row_ids").noconvert(), nb::arg("packed_address"), nb::arg("packed_stride"), nb::arg("threads"));
   m.attr("DIGEST_BYTES_MIN") = kvstore::kDigestBytesMin;
-  m.def("copy_runs", &CopyRuns, nb::arg("targets").noconvert(), nb::arg("sources").noconvert(),
-        nb::arg("sizes").noconvert());
   m.def("copy_and_digest", &CopyAndDigest, nb::arg("target").noconvert(), nb::arg("source").noconvert());
   DefineMemory(m);
+  DefineSlotTable(m);
 }

@@ -129,27 +129,19 @@ void Run(const BlockCopy& copy, unsigned int threads) {
   }
 }
 
-template <typename CopyRow>
-void Runs(const uint64_t* targets, const uint64_t* sources, const uint64_t* sizes, size_t count, CopyRow copy_row) {
-  for (size_t run = 0; run < count; ++run) {
-    copy_row(reinterpret_cast<unsigned char*>(targets[run]), reinterpret_cast<const unsigned char*>(sources[run]),
-             sizes[run]);
-  }
-}
-
 }  // namespace
 
 void Gather(const BlockCopy& copy, unsigned int threads) { Run<Direction::kGather>(copy, threads); }
 
 void Scatter(const BlockCopy& copy, unsigned int threads) { Run<Direction::kScatter>(copy, threads); }
 
-void CopyRuns(const uint64_t* targets, const uint64_t* sources, const uint64_t* sizes, size_t count) {
+void CopyRuns(const std::vector<CopyRun>& runs) {
   uint64_t bytes = 0;
-  for (size_t run = 0; run < count; ++run) bytes += sizes[run];
+  for (const CopyRun& run : runs) bytes += run.bytes;
   if (bytes < kStreamBytes) {
-    Runs(targets, sources, sizes, count, PlainRow);
+    for (const CopyRun& run : runs) PlainRow(run.target, run.source, run.bytes);
   } else {
-    Runs(targets, sources, sizes, count, StreamedRow);
+    for (const CopyRun& run : runs) StreamedRow(run.target, run.source, run.bytes);
     EndStream();
   }
 }

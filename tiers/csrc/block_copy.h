@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "copy_piece.cuh"
 
@@ -25,7 +26,13 @@ void Gather(const BlockCopy& copy, unsigned int threads);
 // The same from packed rows into the engine's memory.
 void Scatter(const BlockCopy& copy, unsigned int threads);
 
-// Copies `count` runs of bytes, each from an address to another, on the calling thread. Targets must not overlap.
-void CopyRuns(const uint64_t* targets, const uint64_t* sources, const uint64_t* sizes, size_t count);
+struct CopyRun {
+  unsigned char* target;
+  const unsigned char* source;
+  size_t bytes;
+};
+
+// Copies runs one after the other, on the calling thread. Targets must not overlap.
+void CopyRuns(const std::vector<CopyRun>& runs);
 
 }  // namespace kvstore

@@ -200,7 +200,7 @@ def test_copies_by_several_threads_are_right_under_sanitizers(sanitizer, built):
 
 def test_the_stub_names_what_the_native_module_has():
     stub = Path(device.__file__).with_name("_copy.pyi").read_text()
-    assert set(re.findall(r"^(?:def )?([A-Za-z]\w+)[:(]", stub, re.MULTILINE)) == {
+    assert set(re.findall(r"^(?:def |class )?([A-Za-z]\w+)[:(]", stub, re.MULTILINE)) == {
         name for name in dir(_copy) if not name.startswith("_")
     }
     for name in ("gather", "scatter"):
