@@ -5,7 +5,8 @@
 Stores and loads through a pool of the host tier and through a store (stage.write_from, lease.load_into), into slots
 that are neighbours and into scattered ones, by one and two threads; numpy's assignment run by run, which the native
 copy took the place of; the copy that makes a checksum on its way, beside a copy and a checksum in turn; and what the
-first touch of new memory costs. Contenders take turns; rates are GB/s (1e9) of the median round, `share` is that of
+first touch of new memory costs. Contenders take turns, each time
+in another order; rates are GB/s (1e9) of the median round, `share` is that of
 the memcpy and what can be compared. Everything loaded is compared with what was stored.
 """
 
@@ -58,8 +59,9 @@ class Bench:
         """The median of each contender, each with its share of the rate of `floor`."""
         seconds: dict[str, list[float]] = {name: [] for name in work}
         with ThreadPoolExecutor(max(len(calls) for calls in work.values())) as threads:
-            for _ in range(self.rounds + 1):  # the first round warms up
-                for name, calls in work.items():
+            for turn in range(self.rounds + 1):  # the first one warms up
+                for name in sorted(work, key=lambda name: (list(work).index(name) - turn) % len(work)):
+                    calls = work[name]
                     begin = time.perf_counter()
                     for done in [threads.submit(call) for call in calls]:
                         done.result()

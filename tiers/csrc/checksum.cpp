@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(KVSTORE_PLAIN_CHECKSUM)
 #include <immintrin.h>
 #endif
 
@@ -89,7 +89,7 @@ void PlainBlocks(Lanes& sums, unsigned char* target, const unsigned char* data, 
   }
 }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(KVSTORE_PLAIN_CHECKSUM)
 #define KVSTORE_WIDE __attribute__((target("avx2")))
 
 KVSTORE_WIDE inline __m256i Loaded(const unsigned char* at) {

@@ -1,15 +1,22 @@
-"""Copies between slots and rows, beside a naive copy one by one: any order of slots, any parts, any distance of rows."""
+"""Copies between slots and rows, beside naive ones: slots in any order, any parts, rows at any distance."""
 
 from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.tiers import host_copy
 from kvstore.tiers.host import HostTier
 
 NS = b"n" * 16
+HERE = Path(__file__).parent
+CSRC = Path(host_copy.__file__).parent / "csrc"
 
 
 @given(
@@ -70,3 +77,23 @@ def test_what_does_not_fit_is_a_programming_error_and_changes_nothing() -> None:
         read = np.ones((2, 120), dtype=np.uint8)
         pool.read(slots, read)
         assert not read.any()
+
+
+def test_native_copies_and_checksums_are_right_under_sanitizers_and_without_wide_registers(tmp_path: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    sources = [CSRC / f"{name}.cpp" for name in ("block_copy", "slot_copy", "checksum")]
+    program = tmp_path / "host_copies"
+    said = []
+    for flags in (
+        ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+        ["-O0", "-DKVSTORE_PLAIN_CHECKSUM"],
+    ):
+        inputs = [HERE / "host_copies_on_odd_shapes.cpp", *sources]
+        command = [compiler, "-std=c++17", "-pthread", *flags, f"-I{CSRC}", *inputs, "-o", program]
+        subprocess.run(command, check=True)
+        done = subprocess.run([program], capture_output=True, text=True, check=False)
+        assert 0 == done.returncode, done.stdout + done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1]
