@@ -5,9 +5,9 @@
 Stores and loads through a pool of the host tier and through a store (stage.write_from, lease.load_into), into slots
 that are neighbours and into scattered ones, by one and two threads; numpy's assignment run by run, which the native
 copy took the place of; the copy that makes a checksum on its way, beside a copy and a checksum in turn; and what the
-first touch of new memory costs. Contenders take turns, each time
-in another order; rates are GB/s (1e9) of the median round, `share` is that of
-the memcpy and what can be compared. Everything loaded is compared with what was stored.
+first touch of new memory costs. Contenders take turns, each time in another order; rates are GB/s (1e9) of the median
+round, and `share`, which is what can be compared, is the median of each round's rate over that of its memcpy.
+Everything loaded is compared with what was stored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Bench:
         self.rows: list[dict[str, object]] = []
 
     def compare(self, work: Work, floor: str, **labels: object) -> None:
-        """The median of each contender, each with its share of the rate of `floor`."""
+        """The median rate of each contender, and its share of that of `floor`, taken round by round."""
         seconds: dict[str, list[float]] = {name: [] for name in work}
         with ThreadPoolExecutor(max(len(calls) for calls in work.values())) as threads:
             for turn in range(self.rounds + 1):  # the first one warms up
@@ -68,11 +68,10 @@ class Bench:
                     for done in [threads.submit(call) for call in calls]:
                         done.result()
                     seconds[name].append(time.perf_counter() - begin)
-        least = statistics.median(seconds[floor][1:])
         for name, times in seconds.items():
-            median = statistics.median(times[1:])
-            row = {"op": name, **labels, "gb_per_s": round(self._nbytes / median / 1e9, 2)}
-            self.rows.append({**row, "share": round(least / median, 3)})
+            rate = self._nbytes / statistics.median(times[1:]) / 1e9
+            share = statistics.median(least / own for least, own in zip(seconds[floor][1:], times[1:], strict=True))
+            self.rows.append({"op": name, **labels, "gb_per_s": round(rate, 2), "share": round(share, 3)})
             print("  ".join(f"{key}={value}" for key, value in self.rows[-1].items()), flush=True)
 
 

@@ -124,7 +124,10 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> MapShared(int fd, size_t bytes, siz
   }
   nb::capsule owner(new Mapping{address, bytes}, [](void* mapping) noexcept {
     const auto* mapped = static_cast<Mapping*>(mapping);
-    kvstore::Unmap(mapped->address, mapped->bytes);
+    {
+      const nb::gil_scoped_release released;  // 0.2 s for each GiB of plain pages
+      kvstore::Unmap(mapped->address, mapped->bytes);
+    }
     delete mapped;
   });
   return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(address, {bytes}, owner);
