@@ -135,6 +135,8 @@ async def _serve(
     metrics = None if page is None else page.address
     for name, tier in store.stats().tiers.items():
         logger.info("tier ready: tier=%s capacity=%s blocks=%d", name, format_size(tier.capacity_bytes), tier.blocks)
+    memory = store.host_memory()
+    logger.info("host memory: pages=%s touched=%s", memory.pages.value, format_size(memory.touched_bytes))
     logger.info("serving: listen=%s metrics=%s version=%s", ",".join(listen), metrics or "none", __version__)
     ready.write(json.dumps({"ready": True, "pid": os.getpid(), "listen": listen, "metrics": metrics}) + "\n")
     ready.flush()

@@ -1,4 +1,4 @@
-"""Host memory under a store: full and asked by many threads, poisoned when freed, and as the sidecar says it is."""
+"""Host memory under a store: full and asked by many threads, poisoned when freed, and as the store says it is."""
 
 from __future__ import annotations
 

@@ -92,6 +92,16 @@ def test_the_ready_line_has_the_real_addresses(tmp_path):
                 assert 0 == client.stats().lookups
 
 
+def test_a_start_says_what_host_memory_it_has(tmp_path):
+    flags = ("--listen", f"unix://{tmp_path}/s", "--host-bytes", "128MiB", "--set", "store.huge_pages=never")
+    with sidecar(*flags) as running:
+        assert "capacity_bytes=134217728 pages=plain pages" in running.log_line(
+            "reserved and touched in the background"
+        )
+        assert "pages=plain pages" in running.log_line("host memory: ")
+        assert "touched=134217728" in running.log_line("host memory is ready")
+
+
 def test_sigterm_stops_in_order_and_removes_the_socket(tmp_path, unix_sidecar):
     assert 0 == unix_sidecar.stop()
     assert "stopped" in unix_sidecar.process.stderr.read()
