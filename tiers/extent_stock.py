@@ -309,8 +309,14 @@ class ExtentStock:
             self._pages.kind.value,
             self._pages.reason,
         )
-        self._thread = threading.Thread(target=self._work, name="kvstore-host-memory", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name="kvstore-host-memory", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more threads
+            self._reserves = False
+            logger.warning("host memory is taken as it fills: cause=%s", error)
+        else:
+            self._thread = thread
 
     def _work(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

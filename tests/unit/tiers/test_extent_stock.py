@@ -71,6 +71,19 @@ def test_the_thread_ends_with_its_tier_closed_or_dropped() -> None:
     assert [] == threads_of_stocks()
 
 
+def test_a_system_that_gives_no_thread_delays_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with HostTier(16 * MIB, memory=RESERVE) as tier:
+        assert tier.wait_ready(0)
+        assert 16 == len(tier.pool(NS, (MIB,)).allocate(20))
+    assert "can't start new thread" in caplog.text
+
+
 def test_a_start_and_a_claim_wait_for_no_touching() -> None:
     asked, go_on = threading.Event(), threading.Event()
 
