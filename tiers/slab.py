@@ -56,6 +56,11 @@ class SlotGeometry:
     part_offsets: tuple[int, ...]
     slot_bytes: int
 
+    @property
+    def body_offsets(self) -> tuple[int, ...]:
+        """Where the payload of each part begins."""
+        return tuple(offset + self.header_bytes for offset in self.part_offsets)
+
     def span(self, parts: Sequence[int]) -> tuple[int, int]:
         """Offset in the slot and length of neighbouring parts, headers and padding included."""
         start, last = self.part_offsets[parts[0]], parts[-1]

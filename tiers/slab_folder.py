@@ -160,7 +160,7 @@ class SlabFolder:
         fd = self._io.open(path, os.O_RDONLY)
         page = aligned_bytes(PAGE_BYTES)
         try:
-            got = self._io.read(fd, page, 0)
+            got = self._io.read(fd, [page], 0)
         except OSError:
             self._faults.add(DiskFault.READ_ERROR)
             return None
@@ -176,7 +176,7 @@ class SlabFolder:
         fd = self._io.open(_unfinished(path), self._flags | os.O_CREAT | os.O_TRUNC)
         try:
             self._io.allocate(fd, size_bytes)
-            if self._io.write(fd, page, 0) != PAGE_BYTES:
+            if self._io.write(fd, [page], 0) != PAGE_BYTES:
                 raise OSError(errno.EIO, "short write")
             self._io.sync(fd)
             self._io.replace(_unfinished(path), path)
@@ -250,7 +250,7 @@ def _direct_io_works(io: FileIo, probe: Path) -> bool:
     try:
         fd = io.open(probe, os.O_RDWR | os.O_DIRECT)
         try:
-            return io.write(fd, page, 0) == PAGE_BYTES == io.read(fd, page, 0)
+            return io.write(fd, [page], 0) == PAGE_BYTES == io.read(fd, [page], 0)
         finally:
             io.close(fd)
     except OSError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.tiers.file_io import FileIo, FileSystemSpace, SystemIo
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.tiers.base import Bytes1D
@@ -105,27 +106,32 @@ class FaultyIo:
             self._paths.pop(fd)
         self._inner.close(fd)
 
-    def read(self, fd: int, buffer: Bytes1D, offset: int) -> int:
+    def read(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
         """See FileIo."""
         rule = self._strike(IoCall.READ)
         if rule is None or rule.kept_bytes is None:
-            return self._inner.read(fd, buffer, offset)
+            return self._inner.read(fd, pieces, offset)
         with self._path(fd).open("rb") as file:
             file.seek(offset)
-            content = file.read(min(rule.kept_bytes, len(buffer)))
-        buffer[: len(content)] = memoryview(content)
+            content = file.read(min(rule.kept_bytes, sum(map(len, pieces))))
+        start = 0
+        for piece in pieces:
+            kept = content[start : start + len(piece)]
+            piece[: len(kept)] = memoryview(kept)
+            start += len(piece)
         return len(content)
 
-    def write(self, fd: int, data: Bytes1D, offset: int) -> int:
+    def write(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
         """See FileIo."""
+        size_bytes = sum(map(len, pieces))
         rule = self._strike(IoCall.WRITE)
-        self._remember(fd, offset, len(data))
+        self._remember(fd, offset, size_bytes)
         if rule is None or rule.kept_bytes is None:
-            return self._inner.write(fd, data, offset)
+            return self._inner.write(fd, pieces, offset)
         with self._path(fd).open("r+b") as file:
             file.seek(offset)
-            file.write(data[: rule.kept_bytes].tobytes())
-        return len(data) if rule.reported_whole else min(rule.kept_bytes, len(data))
+            file.write(b"".join(piece.tobytes() for piece in pieces)[: rule.kept_bytes])
+        return size_bytes if rule.reported_whole else min(rule.kept_bytes, size_bytes)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         """See FileIo."""
