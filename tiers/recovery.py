@@ -24,6 +24,11 @@ class FoundBlock:
     index: int
     header: BlockHeader
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Slab and slot number."""
+        return self.slab.number, self.index
+
 
 def blocks_from_rows(
     rows: Iterable[tuple[bytes, bytes]], slabs: Mapping[int, Slab], generations: Mapping[bytes, int]

@@ -56,8 +56,8 @@ class SlotTransfer:
     """
 
     def __init__(self, io: FileIo, faults: FaultCounts, thread_count: int) -> None:
+        self.faults = faults
         self._io = io
-        self._faults = faults
         self._thread_count = thread_count
         self._buffers = AlignedBuffers(thread_count)
         self._zero_page = aligned_bytes(PAGE_BYTES)
@@ -108,8 +108,10 @@ class SlotTransfer:
             if full or run.count == 1:
                 short = isinstance(error, _ShortWriteError)
                 fault = DiskFault.SHORT_WRITE if short else DiskFault.NO_SPACE if full else DiskFault.WRITE_ERROR
-                self._faults.add(fault, run.count)
+                self.faults.add(fault, run.count)
                 run.holder.suspect[run.indices] |= not full
+                if not full:
+                    run.holder.volume.failed()
                 return [None] * run.count
         # One bad sector must not cost the neighbours that share its I/O; so in read().
         return [
@@ -128,14 +130,41 @@ class SlotTransfer:
             return self._read_together(run, occupants, rows, parts)
         except OSError:
             if run.count == 1:
-                self._faults.add(DiskFault.READ_ERROR)
-                run.holder.suspect[run.index] = True
-                return np.zeros(1, dtype=np.bool_)
+                return self._unreadable(run)
         singles = [
             self.read(single, [occupants[position]], rows[position : position + 1], parts)
             for position, single in enumerate(run.cut(1))
         ]
         return np.concatenate(singles)
+
+    def check(self, run: SlotRun[Slab]) -> Mask:
+        """Whether each slot holds, whole and right, a block of the sequence and generation it is said to hold.
+
+        True too of a slab that was removed meanwhile, since there is nothing left to be wrong.
+        """
+        try:
+            return self._check_together(run)
+        except OSError:
+            if run.count == 1:
+                return self._unreadable(run)
+        return np.concatenate([self.check(single) for single in run.cut(1)])
+
+    def try_slot(self, slab: Slab, index: int) -> bool:
+        """Whether a slot that holds nothing takes zeros and gives them back. It is not suspect any more then."""
+        slot_bytes = slab.geometry.slot_bytes
+        with self._buffers.lend(slot_bytes) as buffer:
+            buffer[:] = 0
+            try:
+                is_written = self._io.write(slab.fd, [buffer], slab.slot_offset(index)) == slot_bytes
+                self._io.sync(slab.fd)
+                buffer[:] = 1
+                works = is_written and self._io.read(slab.fd, [buffer], slab.slot_offset(index)) == slot_bytes
+            except OSError:
+                return False
+            works = works and not buffer.any()
+        slab.suspect[index] = not works
+        slab.written[index] = not works
+        return works
 
     def erase(self, slab: Slab, indices: Sequence[int]) -> Mask:
         """Overwrite the first header page of slots, so that no rebuild finds their blocks; true where that is done.
@@ -152,7 +181,7 @@ class SlotTransfer:
                 slab.written[index] = False
                 erased[position] = True
             else:
-                self._faults.add(DiskFault.WRITE_ERROR)
+                self.faults.add(DiskFault.WRITE_ERROR)
         return erased
 
     def read_headers(self, slab: Slab, index: int) -> list[BlockHeader] | None:
@@ -173,9 +202,15 @@ class SlotTransfer:
             try:
                 self._io.sync(slab.fd)
             except OSError:
-                self._faults.add(DiskFault.SYNC_ERROR)
+                self.faults.add(DiskFault.SYNC_ERROR)
                 return False
         return True
+
+    def _unreadable(self, run: SlotRun[Slab]) -> Mask:
+        self.faults.add(DiskFault.READ_ERROR)
+        run.holder.suspect[run.index] = True
+        run.holder.volume.failed()
+        return np.zeros(1, dtype=np.bool_)
 
     def _erase(self, slab: Slab, index: int) -> bool:
         return self._io.write(slab.fd, [self._zero_page], slab.slot_offset(index)) == PAGE_BYTES
@@ -185,7 +220,7 @@ class SlotTransfer:
             try:
                 got_bytes = self._io.read(slab.fd, [buffer], offset)
             except OSError:
-                self._faults.add(DiskFault.READ_ERROR)
+                self.faults.add(DiskFault.READ_ERROR)
                 return None
             return unpack_header(buffer[:got_bytes].data)
 
@@ -209,6 +244,7 @@ class SlotTransfer:
                 in_place.extend((start + offset, source) for offset, source, stay in bodies if stay)
             if self._io.write(slab.fd, _pieces(buffer, in_place), slab.slot_offset(run.index)) != len(buffer):
                 raise _ShortWriteError(errno.EIO, "short write")
+        slab.volume.worked()
         return headers
 
     def _read_together(
@@ -234,8 +270,25 @@ class SlotTransfer:
                 if position < whole_count:
                     good[position] = self._take(single, occupants[position], bodies, position)
         if whole_count < run.count:
-            self._faults.add(DiskFault.SHORT_READ, run.count - whole_count)
+            self.faults.add(DiskFault.SHORT_READ, run.count - whole_count)
             slab.suspect[run.index + whole_count : run.index + run.count] = True
+        return good
+
+    def _check_together(self, run: SlotRun[Slab]) -> Mask:
+        """One I/O for all blocks. Raises OSError if it failed as a whole."""
+        slab = run.holder
+        geometry = slab.geometry
+        good = np.ones(run.count, dtype=np.bool_)
+        expected = list(zip(slab.sequences[run.indices].tolist(), slab.generations[run.indices].tolist(), strict=True))
+        with self._buffers.lend(run.count * geometry.slot_bytes) as buffer:
+            with slab.open_lock:
+                if slab.removed:
+                    return good
+                got_bytes = self._io.read(slab.fd, [buffer], slab.slot_offset(run.index))
+            for position, (sequence, generation) in enumerate(expected):
+                span = buffer[position * geometry.slot_bytes : (position + 1) * geometry.slot_bytes]
+                is_whole = got_bytes >= (position + 1) * geometry.slot_bytes
+                good[position] = is_whole and _is_right(slab, run.index + position, span, (sequence, generation))
         return good
 
     def _take(self, slot: SlotRun[Slab], occupant: Occupant, bodies: Sequence[_Body], position: int) -> bool:
@@ -244,7 +297,7 @@ class SlotTransfer:
             payload = body.source[position]
             fault = _fault_of(slot, body.part, occupant, unpack_header(body.headers[position].data), payload)
             if fault is not None:
-                self._faults.add(fault)
+                self.faults.add(fault)
                 return False
             if not body.stays:
                 body.target[position] = payload
@@ -314,6 +367,19 @@ def _fault_of(
     if digest(payload.data) != header.payload_digest:
         return DiskFault.CORRUPT_PAYLOAD
     return None
+
+
+def _is_right(slab: Slab, index: int, span: Bytes1D, expected: tuple[int, int]) -> bool:
+    """Whether a slot's bytes are, in every part, a block of this place, sequence and generation."""
+    geometry = slab.geometry
+    for part, (start, body) in enumerate(zip(geometry.part_offsets, geometry.body_offsets, strict=True)):
+        header = unpack_header(span[start:body].data)
+        if header is None or not slab.owns(header, index, part):
+            return False
+        payload = span[body : body + geometry.part_sizes[part]]
+        if (header.sequence, header.generation) != expected or digest(payload.data) != header.payload_digest:
+            return False
+    return True
 
 
 def _lay_out(

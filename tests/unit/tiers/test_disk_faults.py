@@ -289,7 +289,7 @@ def test_a_small_file_system_is_filled_down_to_its_floor(disk: Disk, blocks: Blo
 
 @pytest.mark.parametrize(
     ("total_bytes", "floor_bytes"),
-    [(100 * MIB, 10 * MIB), (2048 * MIB, 64 * MIB), (1 << 40, (1 << 40) // 100)],
+    [(100 * MIB, 10 * MIB), (20 << 30, 1 << 30), (1 << 40, (1 << 40) // 50)],
 )
 def test_the_usual_floor_follows_the_size_of_the_file_system(
     disk: Disk, blocks: Blocks, total_bytes: int, floor_bytes: int

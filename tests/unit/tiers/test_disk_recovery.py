@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.testing.faulty import FaultyIo
-from kvstore.tiers import disk as disk_module
-from kvstore.tiers import manifest
+from kvstore.tiers import disk_opening, manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -282,8 +281,8 @@ def test_after_another_boot_without_a_clean_stop_the_index_is_not_opened(
     blocks.store(pool, [3, 4])
     io.cut_power()
     tier.close()
-    monkeypatch.setattr(disk_module, "boot_id", lambda: b"another boot 123")
-    monkeypatch.setattr(disk_module, "read_rows", lambda path: pytest.fail("the index was opened"))
+    monkeypatch.setattr(disk_opening, "boot_id", lambda: b"another boot 123")
+    monkeypatch.setattr(disk_opening, "read_rows", lambda path: pytest.fail("the index was opened"))
     tier = disk.open()
     assert {1: True, 2: True} == blocks.recovered(tier)
     assert 1 == tier.faults["lost_index"]
@@ -295,7 +294,7 @@ def test_after_a_clean_stop_another_boot_trusts_the_index(
     tier = disk.open()
     blocks.store(blocks.pool(tier), [1])
     tier.close()
-    monkeypatch.setattr(disk_module, "boot_id", lambda: b"another boot 123")
+    monkeypatch.setattr(disk_opening, "boot_id", lambda: b"another boot 123")
     tier = disk.open()
     assert {1: True} == blocks.recovered(tier)
     assert {} == tier.faults
