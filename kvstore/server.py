@@ -102,6 +102,8 @@ def _open(config: Config) -> Store:
         config.data_dir or None,
         host_bytes=host_bytes(config),
         disk_bytes=config.disk_bytes,
+        further_paths=config.tiers.disk.further_dirs,
+        free_floor_bytes=config.tiers.disk.free_floor_bytes,
         settings=StoreSettings(
             events_bytes=config.events.capacity_bytes,
             quotas=tuple(_quota(quota) for quota in config.quotas),

@@ -112,6 +112,17 @@ class DiskMachine(RuleBasedStateMachine):
             file.write(bytes([byte ^ 1 << data.draw(st.integers(0, 7))]))
         self.damaged.add(number)
 
+    @rule(limit_bytes=st.sampled_from([1, 50_000, 1 << 30]))
+    def scrub(self, limit_bytes: int) -> None:
+        after: int | None = 0
+        seen, bad = 0, set()
+        while after is not None:
+            step = self.tier.scrub(after, limit_bytes)
+            seen, after = seen + step.blocks, step.next_after
+            bad |= {block.slot for block in step.bad}
+        assert len(self.held) == seen
+        assert bad <= {self.held[number] for number in self.damaged}
+
     @rule()
     def give_back_what_is_empty(self) -> None:
         used = {*self.held.values(), *self.empty}
