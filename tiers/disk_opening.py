@@ -138,14 +138,12 @@ def _find_blocks(
     """
     trusted = before.clean or before.boot_id == boot_id()
     rows = read_rows(directory.index_path) if trusted and slabs else None
-    if rows is None:
+    returned = folders.returned()
+    listed = {slab.number: slab for slab in slabs if slab.number >> NUMBER_BITS not in returned}
+    found = None if rows is None else blocks_from_rows(rows, listed, before.generations)
+    if found is None:
         if slabs:
             transfer.faults.add(DiskFault.LOST_INDEX)
         return blocks_from_slabs(slabs, transfer, before.generations)
-    returned = folders.returned()
-    unlisted = [slab for slab in slabs if slab.number >> NUMBER_BITS in returned]
-    listed = {slab.number: slab for slab in slabs if slab.number >> NUMBER_BITS not in returned}
-    return [
-        *blocks_from_rows(rows, listed, before.generations),
-        *blocks_from_slabs(unlisted, transfer, before.generations),
-    ]
+    unlisted = [slab for slab in slabs if slab.number not in listed]
+    return [*found, *blocks_from_slabs(unlisted, transfer, before.generations)]

@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING
 from kvstore.tiers.file_io import FileIo, FileSystemSpace, SystemIo
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.tiers.base import Bytes1D
+
+
+_PAGE_BYTES = 4096
+_KEPT_SHARE = 0.5
 
 
 class IoCall(enum.Enum):
@@ -53,7 +58,8 @@ class _Rule:
 class FaultyIo:
     """A FileIo over real files whose calls fail as a test told them to. Thread-safe.
 
-    `cut_power()` undoes all slab writes since each file's last sync and lets every later call fail with EIO.
+    `cut_power()` undoes slab writes since each file's last sync, all of them or some pages, and lets every later call
+    fail with EIO.
     """
 
     def __init__(self, inner: FileIo | None = None) -> None:
@@ -81,15 +87,23 @@ class FaultyIo:
         with self._lock:
             self._rules.clear()
 
-    def cut_power(self) -> None:
-        """Lose what was not synced; from now on every call fails."""
+    def cut_power(self, kept: random.Random | None = None) -> None:
+        """Lose what was not synced; from now on every call fails.
+
+        With `kept`, half of the unsynced pages, chosen by it, have reached the medium all the same.
+        """
         with self._lock:
             self._powerless = True
+            settled: set[tuple[Path, int]] = set()
             for path, offset, content in reversed(self._unsynced):
-                if path.exists():
-                    with path.open("r+b") as file:
-                        file.seek(offset)
-                        file.write(content)
+                for start in range(0, len(content), _PAGE_BYTES):
+                    page = (path, (offset + start) // _PAGE_BYTES)
+                    if page in settled or (kept is not None and kept.random() < _KEPT_SHARE):
+                        settled.add(page)  # what was written there before is covered
+                    elif path.exists():
+                        with path.open("r+b") as file:
+                            file.seek(offset + start)
+                            file.write(content[start : start + _PAGE_BYTES])
             self._unsynced.clear()
 
     def open(self, path: Path, flags: int) -> int:

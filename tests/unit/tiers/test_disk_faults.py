@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,12 +14,11 @@ import pytest
 
 from kvstore.errors import StorageError
 from kvstore.testing.faulty import FaultyIo, IoCall
+from kvstore.tiers import disk_opening
 from kvstore.tiers.file_io import FileSystemSpace, SystemIo
 from kvstore.tiers.manifest import Manifest
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import Blocks, Disk
 
 MIB = 1 << 20
@@ -220,6 +222,44 @@ def test_what_was_flushed_survives_a_power_cut(disk: Disk, blocks: Blocks, io: F
     assert dict.fromkeys([1, 2], True) == {
         number: good for number, good in blocks.recovered(disk.open()).items() if good
     }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_after_a_power_cut_that_kept_some_pages_each_block_is_right_or_a_miss(
+    disk: Disk, blocks: Blocks, io: FaultyIo, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    tier = disk.open(io=io)
+    pool = blocks.pool(tier)
+    first, second = list(range(20)), list(range(20, 40))
+    slots = blocks.store(pool, [*first, *second])
+    tier.flush()
+    pool.free(slots[20:])
+    third = list(range(100, 130))
+    blocks.store(pool, third)
+    io.cut_power(random.Random(seed))
+    tier.close()
+    monkeypatch.setattr(disk_opening, "boot_id", lambda: b"another boot 123")
+    found = blocks.recovered(disk.open())
+    assert set(first) <= {number for number, good in found.items() if good}
+    assert set(found) <= {*first, *second, *third}
+
+
+@pytest.mark.parametrize("call", list(IoCall))
+def test_a_start_that_fails_leaves_no_descriptor_and_no_lock(
+    disk: Disk, blocks: Blocks, io: FaultyIo, call: IoCall
+) -> None:
+    tier = disk.open()
+    blocks.store(blocks.pool(tier), NUMBERS)
+    tier.close()
+    (disk.path / "slabs" / "slab-00000099.kvs.new").write_bytes(b"")
+    before = set(Path("/proc/self/fd").iterdir())
+    for skip in range(12):
+        io.fail(call, errno.EIO, skip=skip)
+        with contextlib.suppress(StorageError):
+            disk.open(io=io).close()
+        io.heal()
+        assert len(before) == len(set(Path("/proc/self/fd").iterdir()))
+    assert len(blocks.recovered(disk.open())) in (0, len(NUMBERS))
 
 
 def test_a_clear_survives_a_power_cut(disk: Disk, blocks: Blocks, io: FaultyIo) -> None:
