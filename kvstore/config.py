@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
 DEFAULT_DISK_BYTES = 10 * 2**30
 DISK_BYTES_MIN = 2**20  # with less there is room for the tier's own files only
+DISK_KIND = "slabs"
 _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
@@ -141,6 +142,7 @@ class DiskConfig:
         maximum=_SIZE_BYTES_MAX,
         auto="1GiB or 2 %, whichever is more, at most a tenth",
     )
+    kind: str = _setting(DISK_KIND, Kind.TEXT, "Which tier: slabs, or one that another package offers by that name.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,9 @@ from kvstore.errors import ClosedError, InvalidLayoutError, LayoutMismatchError,
 from kvstore.tiers.directory import DataDirectory
 from kvstore.tiers.disk_opening import DiskSettings, open_files
 from kvstore.tiers.disk_pool import DiskPool
-from kvstore.tiers.disk_scrub import ScrubStep, scrub_step
+from kvstore.tiers.disk_scrub import scrub_step
 from kvstore.tiers.file_io import SystemIo
+from kvstore.tiers.persistent import RecoveredNamespace
 from kvstore.tiers.policy_files import PolicyFiles
 from kvstore.tiers.slab import PARTS_MAX, slot_geometry
 from kvstore.tiers.slots import as_slots
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.base import RecoveredBlock
     from kvstore.tiers.disk_opening import DiskFiles
     from kvstore.tiers.file_io import FileIo
+    from kvstore.tiers.persistent import ScrubStep
     from kvstore.types import Slots
 
 logger = logging.getLogger(__name__)
@@ -33,18 +34,8 @@ logger = logging.getLogger(__name__)
 IO_THREADS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveredNamespace:
-    """A namespace that had slabs on disk at the start, and how many of its blocks nobody has taken yet."""
-
-    ns_id: bytes
-    part_sizes: tuple[int, ...]
-    block_tokens: int
-    blocks: int
-
-
 class DiskTier:
-    """A data directory of fixed capacity, held by one process at a time. Made by open(). Thread-safe.
+    """A data directory of fixed capacity, held by one process at a time; a PersistentTier. Made by open(). Thread-safe.
 
     Blocks written before flush() or close() are found again by the next open(); after a kill or a power cut each
     block is found right, or not at all. Nothing that a disk does wrong while it serves raises: it is a miss or a

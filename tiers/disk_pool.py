@@ -46,7 +46,7 @@ class DiskServices:
 
 
 class DiskPool:
-    """The slots of one namespace on disk; implements kvstore.tiers.base.Pool. Thread-safe.
+    """The slots of one namespace on disk; implements PersistentPool (persistent.py). Thread-safe.
 
     A block goes through: delete the slot's index row, write the slot, put the index row. So a row never speaks of
     bytes that are not there yet, and whatever a crash leaves is found out by the header.

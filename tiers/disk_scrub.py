@@ -6,11 +6,11 @@ meanwhile are simply met or not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.tiers.persistent import BadBlock, ScrubStep
 from kvstore.tiers.slots import SlotRun
 from kvstore.tiers.transfer import IO_BYTES_MAX
 
@@ -21,29 +21,6 @@ if TYPE_CHECKING:
     from kvstore.tiers.slab import Slab
 
 _SLOT_BITS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class BadBlock:
-    """A block that is not what was written; its slot in its namespace's pool."""
-
-    ns_id: bytes
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubStep:
-    """What one step read, what of it is bad, where the next one goes on (None: nowhere), and what is left to read.
-
-    `repaired_slots` counts slots that left quarantine.
-    """
-
-    blocks: int
-    bytes: int
-    bad: tuple[BadBlock, ...]
-    repaired_slots: int
-    remaining_blocks: int
-    next_after: int | None
 
 
 def scrub_step(pools: Mapping[bytes, DiskPool], services: DiskServices, after: int, limit_bytes: int) -> ScrubStep:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvstore.api import SCRUB_BYTES
 from kvstore.clock import SystemClock
-from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN
+from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN, DISK_KIND
 from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.store.index import Index
@@ -20,6 +20,7 @@ from kvstore.store.stage import StoreStage
 from kvstore.store.what_if import what_if
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import HostTier
+from kvstore.tiers.persistent import find_factory
 from kvstore.tokens import as_token_array
 from kvstore.types import PLAIN_ROOT, PrefixMatch, ScrubPage, StoreStats, Tier, TierStats, Verification, require_seconds
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.store.space import Freed, Space
+    from kvstore.tiers.persistent import PersistentTier
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
 
@@ -42,7 +44,7 @@ _IDLE_SLICES = 16
 class Store:
     """A kvstore.api.KvStore in this process. Owns its tiers; thread-safe (lock order: see index.py)."""
 
-    def __init__(self, host: HostTier, disk: DiskTier | None, settings: StoreSettings, clock: Clock) -> None:
+    def __init__(self, host: HostTier, disk: PersistentTier | None, settings: StoreSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
         self._host = host
@@ -399,16 +401,17 @@ def open_store(
     disk_bytes: int | None = None,
     further_paths: Sequence[str | os.PathLike[str]] = (),
     free_floor_bytes: int | None = None,
+    disk_kind: str = DISK_KIND,
     settings: StoreSettings | None = None,
     clock: Clock | None = None,
 ) -> Store:
     """Open a store in this process; `kvstore.open`.
 
     `path` is the data directory, made if it is missing and locked while open. `disk_bytes` is 10 GiB where there is
-    a path and 0 where there is none; with 0 there is no disk tier. `further_paths` are folders over which blocks are
-    spread too, within the same bytes; `free_floor_bytes` stay free on each file system (by default 1 GiB or 2 %, at
-    most a tenth). Raises ConfigError for sizes that cannot be, StorageError where the directory or the memory is not to
-    be had.
+    a path and 0 where there is none; with 0 there is no disk tier. Blocks are spread over `further_paths` too, within
+    the same bytes; `free_floor_bytes` stay free on each file system (by default 1 GiB or 2 %, at most a tenth);
+    `disk_kind` names a tier that another package offers. Raises ConfigError for sizes that cannot be, StorageError
+    where the directory or the memory is not to be had.
     """
     if disk_bytes is None:
         disk_bytes = DEFAULT_DISK_BYTES if path is not None else 0
@@ -430,7 +433,8 @@ def open_store(
     disk = None
     if disk_bytes and path is not None:
         try:
-            disk = DiskTier.open(
+            open_disk = DiskTier.open if disk_kind == DISK_KIND else find_factory(disk_kind)
+            disk = open_disk(
                 Path(path),
                 capacity_bytes=disk_bytes,
                 further_paths=[Path(further) for further in further_paths],
