@@ -5,8 +5,9 @@
 Blocks of 256 KiB, 1 MiB and 4 MiB are written and read through a DiskPool, taking turns with fio, which reads and
 writes the same slab files with O_DIRECT: threads with preadv/pwritev at the same depth, io_uring and libaio. Where
 fio is missing, a loop of preadv/pwritev in as many threads stands in, and `floor` says so. The tier's own calls are
-measured with its checksum and without. Rates are GB/s (1e9 bytes of payload), medians; `share` is that of fio's
-threads at the same depth, `cpu` is CPU seconds per GB of this process, or of fio.
+measured with its checksum, without, and, for reads, into rows that are not page-aligned. Rates are GB/s (1e9 bytes of
+payload), medians; `share` is that of fio's threads at the same depth, `cpu` is CPU seconds per GB of this process, or
+of fio.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Blocks:
     slots: np.ndarray
     rows: np.ndarray
     target: np.ndarray
+    unaligned: np.ndarray
     identities: list[BlockIdentity]
 
     def write(self) -> None:
@@ -75,6 +77,9 @@ class Blocks:
 
     def read(self) -> None:
         assert self.pool.read(self.slots, self.identities, self.target).all()
+
+    def read_unaligned(self) -> None:
+        assert self.pool.read(self.slots, self.identities, self.unaligned).all()
 
     @property
     def paths(self) -> list[Path]:
@@ -90,6 +95,7 @@ def opened(folder: Path, block_bytes: int, depth: int, count: int) -> Iterator[B
     try:
         pool = tier.pool(NS_ID, (block_bytes,), BLOCK_TOKENS)
         rows, target = (aligned_bytes(count * block_bytes).reshape(count, block_bytes) for _ in range(2))
+        unaligned = aligned_bytes(count * block_bytes + 64)[64:].reshape(count, block_bytes)
         rows[:] = np.random.default_rng(1).integers(0, 256, block_bytes, dtype=np.uint8)
         tokens = np.zeros(BLOCK_TOKENS, dtype="<u4").tobytes()
         identities = [
@@ -97,7 +103,7 @@ def opened(folder: Path, block_bytes: int, depth: int, count: int) -> Iterator[B
         ]
         slots = pool.allocate(count)
         assert len(slots) == count, "the file system has no room for this; choose another --dir"
-        yield Blocks(tier, pool, slots, rows, target, identities)
+        yield Blocks(tier, pool, slots, rows, target, unaligned, identities)
     finally:
         tier.close()
         shutil.rmtree(path)
@@ -179,6 +185,8 @@ def measure(folder: Path, block_bytes: int, depth: int, count: int, rounds: int)
                     with patch.object(transfer, "digest", lambda _: 0):
                         keep(direction, "tier, no checksum", timed(own))
                         keep("read", "tier, no checksum", timed(blocks.read))
+                else:
+                    keep(direction, "tier, unaligned rows", timed(blocks.read_unaligned))
                 keep(direction, "tier", timed(own))
     return [row for direction in ("write", "read") for row in rows_of(taken, direction, block_bytes, depth)]
 
