@@ -6,10 +6,11 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvstore.errors import ConfigError
 from kvstore.tiers.directory import boot_id
 from kvstore.tiers.disk_pool import DiskServices
 from kvstore.tiers.faults import DiskFault, FaultCounts
-from kvstore.tiers.further_folders import FolderSet
+from kvstore.tiers.further_folders import FOLDERS_MAX, FolderSet
 from kvstore.tiers.manifest import Manifest, read_rows, row_key
 from kvstore.tiers.recovery import blocks_from_rows, blocks_from_slabs, newest_copies
 from kvstore.tiers.slab_folder import SlabFolder
@@ -70,6 +71,8 @@ def open_files(directory: DataDirectory, settings: DiskSettings, io: FileIo, und
     `undo` closes what was opened, the directory included. Raises OSError, StorageError or StorageFormatError.
     """
     undo.callback(directory.close)
+    if len(settings.further_paths) > FOLDERS_MAX:
+        raise ConfigError(f"{len(settings.further_paths)} further folders are named, expected at most {FOLDERS_MAX}")
     faults = FaultCounts()
     before = load_superblock(directory.superblock_path)
     secret = directory.secret(io)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvstore.errors import DirectoryLockedError, StorageError, StorageFormatError
+from kvstore.errors import ConfigError, DirectoryLockedError, StorageError, StorageFormatError
 from kvstore.testing.faulty import FaultyIo, IoCall
 from kvstore.tiers.file_io import FileSystemSpace, SystemIo
 
@@ -203,6 +203,17 @@ def test_a_folder_that_cannot_be_used_at_its_first_start_is_refused_by_name(disk
         disk.open(further_paths=[more])
     more.unlink()
     disk.open(further_paths=[more])
+
+
+def test_more_folders_than_slab_numbers_can_name_are_refused(disk: Disk, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="64 further folders"):
+        disk.open(further_paths=[tmp_path / str(i) for i in range(64)])
+
+
+@pytest.mark.parametrize("name", ["data", "more"])
+def test_one_folder_named_twice_is_refused(disk: Disk, more: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(DirectoryLockedError, match=name):
+        disk.open(further_paths=[more, tmp_path / name])
 
 
 def test_a_folder_in_use_by_another_process_is_refused(disk: Disk, more: Path, tmp_path: Path) -> None:
