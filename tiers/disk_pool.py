@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvstore.types import Slots
 
 ERASE_SLOTS_MAX = 64
+RETRIED_SLOTS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class DiskPool:
         self._slots = SlotMap()
         self._table: HolderTable[Slab] = HolderTable()
         self._quarantined: set[int] = set()
+        self._firsts: dict[SlabVolume, set[int]] = {volume: set() for volume in services.folder.volumes}
         self._turn = 0
 
     @property
@@ -160,6 +162,7 @@ class DiskPool:
                 return False
             slab = self._table.holder_of(slot_range)
             self._table = self._table.without(slot_range)
+            self._firsts[slab.volume].discard(slot_range.first)
         self._services.folder.remove(slab)
         return True
 
@@ -231,12 +234,16 @@ class DiskPool:
         return table.ranges[table.holders.index(slab)].first + index
 
     def retry_quarantined(self) -> int:
-        """Write and read again the slots in quarantine; those that work are free from then on. Returns how many."""
+        """Write and read again slots in quarantine, at most RETRIED_SLOTS_MAX; those that work are free from then on.
+
+        Returns how many.
+        """
         with self._grow_lock:  # one thread at a time
             return self._retry_quarantined()
 
     def _retry_quarantined(self) -> int:
-        slots = as_slots(sorted(self._quarantined))
+        with self._lock:
+            slots = as_slots(sorted(self._quarantined)[:RETRIED_SLOTS_MAX])
         runs = [run for whole in self._table.runs(slots) for run in whole.cut(1)]
         works = np.array(self._transfer.map(lambda run: self._transfer.try_slot(run.holder, run.index), runs), bool)
         good = [run for run, fine in zip(runs, works, strict=True) if fine]
@@ -256,8 +263,7 @@ class DiskPool:
     def adopt(self, slab: Slab, blocks: Iterable[FoundBlock], quarantined: Sequence[int] = ()) -> list[RecoveredBlock]:
         """Take over a slab that was there at the start; the slots of `blocks` count as used from now on."""
         with self._lock:
-            slot_range = self._slots.add(slab.header.slot_count)
-            self._table = self._table.with_added(slot_range, slab)
+            slot_range = self._add(slab)
             recovered = []
             for block in blocks:
                 slab.sequences[block.index] = block.header.sequence
@@ -274,9 +280,6 @@ class DiskPool:
         volumes = self._services.folder.volumes
         if len(volumes) == 1:
             return self._slots.take(count)
-        firsts: dict[SlabVolume, set[int]] = {volume: set() for volume in volumes}
-        for slot_range, slab in zip(self._table.ranges, self._table.holders, strict=True):
-            firsts[slab.volume].add(slot_range.first)
         self._turn += 1
         turned = [volumes[(self._turn + i) % len(volumes)] for i in range(len(volumes))]
         working = [volume for volume in turned if not volume.failing]
@@ -284,7 +287,7 @@ class DiskPool:
         taken: list[Slots] = []
         left = count
         for volume in working:
-            taken.append(self._slots.take(min(share, left), within=firsts[volume]))
+            taken.append(self._slots.take(min(share, left), within=self._firsts[volume]))
             left -= len(taken[-1])
         taken.append(self._slots.take(left))
         return np.sort(np.concatenate(taken))
@@ -320,8 +323,15 @@ class DiskPool:
             if slab is None:
                 return False
             with self._lock:
-                self._table = self._table.with_added(self._slots.add(slab.header.slot_count), slab)
+                self._add(slab)
             return True
+
+    def _add(self, slab: Slab) -> SlotRange:
+        """Take in a slab, all free; `_lock` must be held."""
+        slot_range = self._slots.add(slab.header.slot_count)
+        self._table = self._table.with_added(slot_range, slab)
+        self._firsts[slab.volume].add(slot_range.first)
+        return slot_range
 
     def _vacate(self, slots: Slots) -> None:
         """Forget the blocks in slots, in memory and in the index."""
