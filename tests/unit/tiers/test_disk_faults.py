@@ -295,6 +295,22 @@ def test_random_faults_leak_no_buffer_and_give_no_wrong_byte(disk: Disk, blocks:
     assert pool.quarantined_slots == pool.used_slots
 
 
+def test_slabs_that_come_and_go_and_fail_leave_no_descriptor(disk: Disk, blocks: Blocks, io: FaultyIo) -> None:
+    tier = disk.open(io=io)
+    pool = blocks.pool(tier)
+    before = len(set(Path("/proc/self/fd").iterdir()))
+    for turn in range(30):
+        io.fail(list(IoCall)[turn % len(IoCall)], errno.EIO, skip=turn % 3)
+        pool.free(pool.allocate(120))
+        io.heal()
+        for slot_range in pool.ranges():
+            pool.give_back(slot_range)
+    tier.scrub(0, 1 << 30)
+    for slot_range in pool.ranges():
+        pool.give_back(slot_range)
+    assert (before, 0) == (len(set(Path("/proc/self/fd").iterdir())), pool.used_slots)
+
+
 def test_one_bad_write_costs_one_block(disk: Disk, blocks: Blocks, io: FaultyIo) -> None:
     tier = disk.open(io=io, io_threads=1)
     pool = blocks.pool(tier)
