@@ -135,16 +135,18 @@ class DiskPool:
         Where others have filled a file system down to its floor, slabs in which nothing is used are deleted.
         """
         slots = as_slots(slots)
-        self._vacate(slots)
-        pieces = [piece for run in self._table.runs(slots) for piece in run.cut(ERASE_SLOTS_MAX)]
-        usable = np.zeros(len(slots), dtype=np.bool_)
-        for piece, erased in zip(pieces, self._transfer.map(self._erase, pieces), strict=True):
-            usable[piece.places] = erased & ~piece.holder.suspect[piece.indices]
-        if not usable.all():
-            self._quarantine(slots[~usable])
-        with self._lock:
-            self._slots.release(slots[usable])
-        self._relieve({piece.holder.volume for piece in pieces})
+        self._release(slots, self._erase_all(slots))
+
+    def free_for_good(self, slots: Slots) -> bool:
+        """Like `free`, but no power cut brings their blocks back either; false if one may.
+
+        Costs a sync of each slab concerned, which is much more than the rest.
+        """
+        slots = as_slots(slots)
+        usable = self._erase_all(slots)
+        synced = self._transfer.map(self._transfer.sync, {run.holder for run in self._table.runs(slots)})
+        self._release(slots, usable)
+        return all(synced)
 
     def ranges(self) -> tuple[SlotRange, ...]:
         """The slabs the pool holds now."""
@@ -291,6 +293,23 @@ class DiskPool:
             left -= len(taken[-1])
         taken.append(self._slots.take(left))
         return np.sort(np.concatenate(taken))
+
+    def _erase_all(self, slots: Slots) -> Mask:
+        """Forget blocks in memory, in the index and in the slots; which slots can be used again."""
+        self._vacate(slots)
+        pieces = [piece for run in self._table.runs(slots) for piece in run.cut(ERASE_SLOTS_MAX)]
+        usable = np.zeros(len(slots), dtype=np.bool_)
+        for piece, erased in zip(pieces, self._transfer.map(self._erase, pieces), strict=True):
+            usable[piece.places] = erased & ~piece.holder.suspect[piece.indices]
+        return usable
+
+    def _release(self, slots: Slots, usable: Mask) -> None:
+        volumes = {run.holder.volume for run in self._table.runs(slots)}
+        if not usable.all():
+            self._quarantine(slots[~usable])
+        with self._lock:
+            self._slots.release(slots[usable])
+        self._relieve(volumes)
 
     def _quarantine(self, slots: Slots) -> None:
         """Keep used slots from being used again, also after a restart."""

@@ -73,6 +73,10 @@ class PersistentPool(Pool, Protocol):
         """Real bytes of a range."""
         ...
 
+    def free_for_good(self, slots: Slots) -> bool:
+        """Like `free`, but returns when no restart, and no power cut, brings their blocks back; false if one may."""
+        ...
+
     def write(self, slots: Slots, identities: Sequence[BlockIdentity], sources: Sequence[Sequence[Bytes1D]]) -> Mask:
         """Write blocks; sources[i] has one readable array for each part of block i. True where a block is stored.
 

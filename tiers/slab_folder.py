@@ -85,6 +85,7 @@ class SlabFolder:
         with self._lock:
             if self._open_slabs.pop(slab.number, None) is None:
                 return
+            slab.volume.settle(slab)
             slab.volume.close(slab)
             if slab.volume.unlink(slab.path):
                 self._charge(slab.volume, slab.geometry, -slab.header.slot_count)

@@ -136,6 +136,13 @@ class SlabVolume:
         path = self._slab_path(header)
         return self.unlink(_unfinished(path)) and self.unlink(path)
 
+    def settle(self, slab: Slab) -> None:
+        """Sync a slab that will be removed: should a power cut bring its file back, nothing is in it."""
+        try:
+            self._io.sync(slab.fd)
+        except OSError:
+            self._faults.add(DiskFault.SYNC_ERROR)
+
     def close(self, slab: Slab) -> None:
         """Close a slab's file; waits while it is synced."""
         with slab.open_lock:

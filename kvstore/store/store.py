@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from kvstore.api import SCRUB_BYTES
 from kvstore.clock import SystemClock
 from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN, DISK_KIND
@@ -159,13 +161,16 @@ class Store:
         self._end_overdue()
         with space.removing:
             dropped = [*self._drop_unheld(space, root_key, prompt, from_block), *self._index.reap_all(space)]
-        for freed in dropped:
-            freed.settle_disk()
-        if self._disk is not None and any(freed.disk.size for freed in dropped):
-            self._disk.flush()  # so that no power cut brings back what was asked to go
+        slots = np.concatenate([freed.disk for freed in dropped])
+        is_gone = space.disk is None or not slots.size or space.disk.free_for_good(slots)
         blocks = sum(freed.blocks for freed in dropped)
         with self._index.lock:
             self._index.accounting.evicted_blocks["request"] += blocks
+        if not is_gone:
+            raise StorageError(
+                f"{blocks} blocks were dropped, but the disk cannot be synced: a power cut may bring them back; "
+                "check the kernel log"
+            )
         return blocks
 
     def clear(self, namespace: Namespace) -> int:

@@ -61,6 +61,10 @@ class TinyPool:
                 self.blocks.pop(slot, None)
             self._slots.release(as_slots(slots))
 
+    def free_for_good(self, slots):
+        self.free(slots)
+        return True
+
     def ranges(self):
         return self._slots.ranges()
 

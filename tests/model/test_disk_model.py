@@ -89,14 +89,17 @@ class DiskMachine(RuleBasedStateMachine):
         self.empty |= set(self.pool.allocate(count).tolist())
 
     @precondition(lambda self: self.held or self.empty)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), for_good=st.booleans())
+    def free(self, data: st.DataObject, for_good: bool) -> None:
         chosen = data.draw(st.lists(st.sampled_from([*self.held.values(), *sorted(self.empty)]), unique=True))
-        self.pool.free(np.array(chosen, dtype=np.uint32))
+        if for_good:
+            assert self.pool.free_for_good(np.array(chosen, dtype=np.uint32))
+        else:
+            self.pool.free(np.array(chosen, dtype=np.uint32))
         self.empty -= set(chosen)
         gone = {number for number, slot in self.held.items() if slot in chosen}
         self.held = {number: slot for number, slot in self.held.items() if number not in gone}
-        self.ghosts |= gone
+        self.ghosts |= set() if for_good else gone
         self.damaged &= {*self.held, *self.ghosts}
         self.flushed -= gone
 

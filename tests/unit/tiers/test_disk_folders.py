@@ -244,7 +244,9 @@ def test_a_folder_that_dies_leaves_the_others_serving(
     at_home = [number_of[i] == 0 for i in np.searchsorted(starts, slots, side="right") - 1]
     io.die()
     assert at_home == blocks.right(pool, slots, NUMBERS)
-    pool.free(slots)
+    home, away = slots[at_home], slots[~np.array(at_home)]
+    assert pool.free_for_good(home)
+    assert not pool.free_for_good(away)
     for first in range(1000, 1200, 50):
         numbers = range(first, first + 50)
         slots = pool.allocate(50)
