@@ -16,13 +16,13 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.base import Pool
+from kvstore.tiers.base import Pool, SlotRange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask, RecoveredBlock, SlotRange
+    from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask, RecoveredBlock
     from kvstore.types import Slots
 
 ENTRY_POINTS = "kvstore.tiers"
@@ -54,11 +54,21 @@ class ScrubStep:
     """
 
     blocks: int
-    bytes: int
+    read_bytes: int
     bad: tuple[BadBlock, ...]
     repaired_slots: int
     remaining_blocks: int
     next_after: int | None
+
+    def bad_ranges(self) -> list[tuple[bytes, SlotRange]]:
+        """What is bad as ranges of neighbouring slots, by namespace."""
+        ranges: list[tuple[bytes, SlotRange]] = []
+        for block in sorted(self.bad, key=lambda block: (block.ns_id, block.slot)):
+            if ranges and (block.ns_id, block.slot) == (ranges[-1][0], ranges[-1][1].first + ranges[-1][1].count):
+                ranges[-1] = (block.ns_id, SlotRange(ranges[-1][1].first, ranges[-1][1].count + 1))
+            else:
+                ranges.append((block.ns_id, SlotRange(block.slot, 1)))
+        return ranges
 
 
 class PersistentPool(Pool, Protocol):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.store.space import Freed, Space
+    from kvstore.tiers.base import SlotRange
     from kvstore.tiers.persistent import PersistentTier
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
@@ -252,13 +253,13 @@ class Store:
             return ScrubPage(0, 0, 0, 0, 0, None)
         step = self._disk.scrub(after, limit_bytes)
         spaces = {space.ns_id: space for space in self._index.spaces()}
-        for block in step.bad:
-            if block.ns_id in spaces:
-                self._drop_from_disk(spaces[block.ns_id], block.slot)
+        for ns_id, bad in step.bad_ranges():
+            if ns_id in spaces:
+                self._drop_from_disk(spaces[ns_id], bad)
         if step.bad:
             logger.warning("blocks on disk were wrong and are dropped: blocks=%d", len(step.bad))
         return ScrubPage(
-            step.blocks, step.bytes, len(step.bad), step.repaired_slots, step.remaining_blocks, step.next_after
+            step.blocks, step.read_bytes, len(step.bad), step.repaired_slots, step.remaining_blocks, step.next_after
         )
 
     def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
@@ -360,13 +361,13 @@ class Store:
             self._index.settle(freed)
         return freed is not None
 
-    def _drop_from_disk(self, space: Space, slot: int) -> None:
-        """Let the block in a slot leave the disk unless somebody holds it; looks through the tree, in slices."""
+    def _drop_from_disk(self, space: Space, bad: SlotRange) -> None:
+        """Let blocks in some slots leave the disk unless somebody holds them; looks through the tree, in slices."""
         next_id: int | None = 0
         with self._room.lock:
             while next_id is not None:
                 with self._index.lock:
-                    ids, next_id = space.tree.take_range(Tier.DISK, slot, 1, next_id)
+                    ids, next_id = space.tree.take_range(Tier.DISK, bad.first, bad.count, next_id)
                 try:
                     self._index.prepare_keys(space, ids)
                 finally:

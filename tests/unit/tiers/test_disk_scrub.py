@@ -11,6 +11,8 @@ import pytest
 
 from kvstore.testing.faulty import FaultyIo, IoCall
 from kvstore.tiers import superblock
+from kvstore.tiers.base import SlotRange
+from kvstore.tiers.persistent import BadBlock, ScrubStep
 from kvstore.tiers.superblock import load_superblock
 
 if TYPE_CHECKING:
@@ -122,6 +124,12 @@ def test_what_cannot_be_read_is_named_and_nothing_else(disk: Disk, blocks: Block
     assert (8, bad) == (step.blocks, {block.slot for block in step.bad})
     assert {blocks.ns_id} == {block.ns_id for block in step.bad}
     assert 0 == tier.busy_buffers
+
+
+def test_neighbours_that_are_bad_are_one_range() -> None:
+    bad = tuple(BadBlock(ns_id, slot) for ns_id, slot in ((b"b", 4), (b"a", 3), (b"a", 1), (b"a", 2), (b"b", 9)))
+    step = ScrubStep(9, 9, bad, 0, 0, None)
+    assert [(b"a", SlotRange(1, 3)), (b"b", SlotRange(4, 1)), (b"b", SlotRange(9, 1))] == step.bad_ranges()
 
 
 def test_a_bad_block_that_nobody_has_taken_yet_is_given_up(disk: Disk, blocks: Blocks) -> None:
