@@ -30,13 +30,13 @@ class CapacityMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.path = Path(tempfile.mkdtemp(prefix="kvstore-capacity-"))
         self.further: list[Path] = []
         self.held: dict[bytes, dict[int, int]] = {ns_id: {} for ns_id in LAYOUTS}
         self.next_number = 0
 
     @initialize(capacity_bytes=CAPACITIES, folders=st.integers(0, 2))
     def start(self, capacity_bytes: int, folders: int) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="kvstore-capacity-"))
         self.further = [self.path / f"further{i}" for i in range(folders)]
         self.open(capacity_bytes)
 
@@ -54,7 +54,7 @@ class CapacityMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "tier"):
             self.tier.close()
-        shutil.rmtree(self.path)
+            shutil.rmtree(self.path)
 
     @rule(ns_id=st.sampled_from(sorted(LAYOUTS)), count=st.integers(1, 60))
     def store(self, ns_id: bytes, count: int) -> None:

@@ -42,7 +42,6 @@ class DiskMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.path = Path(tempfile.mkdtemp(prefix="kvstore-model-"))
         self.held: dict[int, int] = {}
         self.empty: set[int] = set()
         self.damaged: set[int] = set()
@@ -54,6 +53,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @initialize(folders=st.integers(0, 2))
     def start(self, folders: int) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="kvstore-model-"))
         self.further = [self.path / f"further{i}" for i in range(folders)]
         self.open()
 
@@ -73,7 +73,7 @@ class DiskMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "tier"):
             self.tier.close()
-        shutil.rmtree(self.path)
+            shutil.rmtree(self.path)
 
     @rule(count=st.integers(1, 9))
     def store(self, count: int) -> None:
