@@ -26,11 +26,14 @@ if TYPE_CHECKING:
         Pin,
         PrefixMatch,
         Root,
+        ScrubPage,
         StoreStats,
         Verification,
     )
 
 BlockBuffer: TypeAlias = Any
+
+SCRUB_BYTES = 16 << 20
 
 
 class Lease(Protocol):
@@ -158,7 +161,8 @@ class KvStore(Protocol):
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
         """Drop the blocks of this prefix from `from_block` on, with all that was stored below them, from every tier.
 
-        Leased and pinned blocks, and their ancestors, stay. Returns the number of blocks dropped.
+        Leased and pinned blocks, and their ancestors, stay. Returns the number of blocks dropped, when no restart
+        brings one back; raises StorageError if a power cut may, as the disk cannot be synced.
         """
         ...
 
@@ -177,6 +181,15 @@ class KvStore(Protocol):
         """Check every invariant of the index of each namespace that was used since the start; changes nothing.
 
         Lookups and stores wait while one namespace is checked: about a sixth of a second for a million blocks.
+        """
+        ...
+
+    def scrub(self, *, after: int = 0, limit_bytes: int = SCRUB_BYTES) -> ScrubPage:
+        """Read some of the blocks that lie on disk, and drop what is not as it was written.
+
+        At most `limit_bytes`, but at least one block, behind position `after`: 0 at first, then `next_after` of the
+        page before. The last page also tries whether slots in quarantine can be used again. Blocks that somebody
+        holds stay, and are found out when they are read. Raises InvalidArgumentError for a negative position or limit.
         """
         ...
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
 DEFAULT_DISK_BYTES = 10 * 2**30
 DISK_BYTES_MIN = 2**20  # with less there is room for the tier's own files only
+DISK_KIND = "slabs"
 _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
@@ -119,6 +120,17 @@ class DiskConfig:
         maximum=_SIZE_BYTES_MAX,
         auto=f"{format_size(DEFAULT_DISK_BYTES)} with data_dir, else 0",
     )
+    further_dirs: tuple[str, ...] = _setting(
+        (), Kind.LIST, "Further folders, best on other devices, over which blocks are spread within that space."
+    )
+    free_floor_bytes: int | None = _setting(
+        None,
+        Kind.SIZE,
+        "What stays free on each file system: below it no file of blocks is made.",
+        maximum=_SIZE_BYTES_MAX,
+        auto="1GiB or 2 %, whichever is more, at most a tenth",
+    )
+    kind: str = _setting(DISK_KIND, Kind.TEXT, "Which tier: slabs, or one that another package offers by that name.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -493,6 +505,10 @@ def _check(config: Config) -> None:
         )
     if config.tiers.disk.capacity_bytes and not config.data_dir:
         raise ConfigError("tiers.disk.capacity_bytes is set without data_dir; say where the files go (--data-dir)")
+    disk = config.tiers.disk
+    for name, given in (("further_dirs", disk.further_dirs), ("free_floor_bytes", disk.free_floor_bytes)):
+        if given and not config.disk_bytes:
+            raise ConfigError(f"tiers.disk.{name} is set without a disk tier; set data_dir too")
     _check_quotas(config)
 
 

@@ -119,6 +119,11 @@ STORE_METRICS = (
         lambda stats: _by_label(stats.disk_faults),
         ("kind",),
     ),
+    StoreMetric(
+        "kvstore_quarantined_slots",
+        "Places on disk that are not used since they could not be read, written or erased.",
+        lambda stats: _single(stats.quarantined_slots),
+    ),
     StoreMetric("kvstore_leases", "Leases that are held.", lambda stats: _single(stats.leases)),
     StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: _single(stats.stages)),
     StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: _single(stats.pins)),

@@ -107,6 +107,9 @@ def _open(config: Config) -> Store:
         config.data_dir or None,
         host_bytes=host_bytes(config),
         disk_bytes=config.disk_bytes,
+        further_paths=config.tiers.disk.further_dirs,
+        free_floor_bytes=config.tiers.disk.free_floor_bytes,
+        disk_kind=config.tiers.disk.kind,
         settings=StoreSettings(
             events_bytes=config.events.capacity_bytes,
             quotas=tuple(_quota(quota) for quota in config.quotas),

@@ -250,7 +250,8 @@ class StoreStats:
 
     `hit_tokens` and `loaded_tokens` are by tier name, `rejected_blocks` and `evicted_blocks` by reason, `disk_faults`
     by kind: what the disk did wrong, each a miss or a refused store. `what_if` is empty until a tier is full,
-    and with an eviction policy that does not rehearse.
+    and with an eviction policy that does not rehearse. `quarantined_slots` are places on disk that are not used since
+    they could not be read, written or erased.
     """
 
     tiers: dict[str, TierStats]
@@ -271,6 +272,7 @@ class StoreStats:
     index_bytes: int
     policy_bytes: int
     what_if: tuple[WhatIf, ...] = ()
+    quarantined_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +282,21 @@ class Verification:
     namespaces: int
     blocks: int
     problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubPage:
+    """What one step of a scrub read from disk, how many of these blocks were wrong and dropped, and what is left.
+
+    `next_after` is where the next step begins, None when all was read; `repaired_slots` left quarantine.
+    """
+
+    blocks: int
+    bytes: int
+    dropped_blocks: int
+    repaired_slots: int
+    remaining_blocks: int
+    next_after: int | None
 
 
 def require_namespace(namespace: object) -> None:

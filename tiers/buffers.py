@@ -12,6 +12,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
     from kvstore.tiers.base import Bytes1D
 
 PAGE_BYTES = 4096
@@ -25,6 +27,13 @@ def whole_pages(size_bytes: int) -> int:
 def aligned_bytes(size_bytes: int) -> Bytes1D:
     """Zeroed, page-aligned memory."""
     return np.frombuffer(mmap.mmap(-1, whole_pages(size_bytes)), dtype=np.uint8)[:size_bytes]
+
+
+def page_aligned(memory: NDArray[np.uint8]) -> bool:
+    """Whether rows or bytes begin at pages and are whole pages long, so that direct I/O may use them in place."""
+    address: int = memory.__array_interface__["data"][0]
+    width, step = (memory.shape[-1], memory.strides[0]) if memory.ndim > 1 else (len(memory), 0)
+    return not (address | width | step) % PAGE_BYTES
 
 
 class AlignedBuffers:

@@ -31,7 +31,7 @@ class DataDirectory:
         self.slabs_path = path / "slabs"
         self.policy_path = path / "policy"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock_fd = _lock(path / "LOCK")
+        self._lock_fd: int | None = lock_folder(path / "LOCK")
         try:
             self.slabs_path.mkdir(mode=0o700, exist_ok=True)
         except OSError:
@@ -64,8 +64,11 @@ def boot_id() -> bytes:
     return UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of `path`, with our process id written there for people to read."""
+def lock_folder(path: Path) -> int:
+    """A descriptor that holds the lock of `path`, with our process id written there for people to read.
+
+    Raises DirectoryLockedError if another process has it, OSError if it cannot be written.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

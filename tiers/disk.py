@@ -2,79 +2,63 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+import os
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ClosedError, InvalidLayoutError, LayoutMismatchError, StorageError
-from kvstore.tiers.directory import DataDirectory, boot_id
-from kvstore.tiers.disk_pool import DiskPool, DiskServices
-from kvstore.tiers.faults import DiskFault, FaultCounts
+from kvstore.tiers.directory import DataDirectory
+from kvstore.tiers.disk_opening import DiskSettings, open_files
+from kvstore.tiers.disk_pool import DiskPool
+from kvstore.tiers.disk_scrub import scrub_step
 from kvstore.tiers.file_io import SystemIo
-from kvstore.tiers.manifest import Manifest, read_rows, row_key
+from kvstore.tiers.persistent import RecoveredNamespace
 from kvstore.tiers.policy_files import PolicyFiles
-from kvstore.tiers.recovery import blocks_from_rows, blocks_from_slabs, newest_copies
 from kvstore.tiers.slab import PARTS_MAX, slot_geometry
-from kvstore.tiers.slab_folder import SlabFolder
 from kvstore.tiers.slots import as_slots
-from kvstore.tiers.superblock import Superblock, load_superblock, save_superblock
-from kvstore.tiers.transfer import SlotTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from kvstore.tiers.base import RecoveredBlock
+    from kvstore.tiers.disk_opening import DiskFiles
     from kvstore.tiers.file_io import FileIo
-    from kvstore.tiers.recovery import FoundBlock
-    from kvstore.tiers.slab import Slab
+    from kvstore.tiers.persistent import ScrubStep
+    from kvstore.types import Slots
 
 logger = logging.getLogger(__name__)
 
 IO_THREADS = 4
-# Sequences carry the start count above these bits, so that they rise over restarts without being written anywhere.
-_SEQUENCE_BITS = 40
-# LMDB's hard limit, a share of the capacity; the slab folder reckons with less for the rows of its slots.
-_INDEX_SHARE = 8
-_INDEX_MAP_BYTES_MIN = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredNamespace:
-    """A namespace that had slabs on disk at the start, and how many of its blocks nobody has taken yet."""
-
-    ns_id: bytes
-    part_sizes: tuple[int, ...]
-    block_tokens: int
-    blocks: int
 
 
 class DiskTier:
-    """A data directory of fixed capacity, held by one process at a time. Made by open(). Thread-safe.
+    """A data directory of fixed capacity, held by one process at a time; a PersistentTier. Made by open(). Thread-safe.
 
     Blocks written before flush() or close() are found again by the next open(); after a kill or a power cut each
     block is found right, or not at all. Nothing that a disk does wrong while it serves raises: it is a miss or a
     refused store, counted in `faults`.
 
-    Locks: the superblock's lock, held while that file is written, before the tier's lock, which guards the fields
-    below; neither is held while a pool's lock is taken.
+    Locks: the tier's lock guards the fields below; it is not held while a pool's lock is taken or a file is written.
     """
 
-    def __init__(self, directory: DataDirectory, io: FileIo, superblock: Superblock, services: DiskServices) -> None:
-        self._directory = directory
-        self._io = io
-        self._superblock = superblock
-        self._services = services
-        self._secret = directory.secret(io)
-        self.policy_files = PolicyFiles(io, directory.policy_path, services.faults, services.folder.policy_bytes_max)
-        self._superblock_lock = threading.Lock()
+    def __init__(self, files: DiskFiles, io: FileIo) -> None:
+        """Takes over what is open and recovered; only open() calls this."""
+        self._directory = files.directory
+        self._folders = files.folders
+        self._services = services = files.services
+        self._secret = files.secret
+        self.policy_files = PolicyFiles(
+            io, files.directory.policy_path, services.faults, services.folder.policy_bytes_max
+        )
+        self._clearing = threading.Lock()
         self._lock = threading.Lock()
         self._pools: dict[bytes, DiskPool] = {}
         self._recovered: dict[bytes, list[RecoveredBlock]] = {}
         self._closed = False
+        self._adopt(files)
 
     @classmethod
     def open(
@@ -82,29 +66,28 @@ class DiskTier:
         path: str | Path,
         *,
         capacity_bytes: int,
+        further_paths: Sequence[str | Path] = (),
         free_floor_bytes: int | None = None,
         io_threads: int = IO_THREADS,
         io: FileIo | None = None,
     ) -> DiskTier:
         """Lock the directory, recover what it holds, and serve it within `capacity_bytes` of real bytes.
 
-        Whole slabs are dropped, the highest numbers first, where they exceed the capacity. `free_floor_bytes` stay
-        free on the file system (None: see SlabFolder). Raises DirectoryLockedError, StorageFormatError, or
-        StorageError when the directory cannot be used.
+        Slabs are spread over the directory and `further_paths`; see FolderSet for folders that are foreign or not
+        there. Whole slabs are dropped, the highest numbers first, where they exceed the capacity. `free_floor_bytes`
+        stay free on each file system (None: see SlabVolume); there are `io_threads` for each folder. Raises
+        DirectoryLockedError, StorageFormatError, or StorageError when the directory cannot be used.
         """
         io = io or SystemIo()
-        faults = FaultCounts()
+        settings = DiskSettings(
+            capacity_bytes=capacity_bytes,
+            further_paths=tuple(Path(os.path.abspath(further)) for further in further_paths),
+            free_floor_bytes=free_floor_bytes,
+            io_threads=io_threads,
+        )
         try:
             with ExitStack() as undo:
-                directory = DataDirectory(Path(path))
-                undo.callback(directory.close)
-                folder = SlabFolder(
-                    io, directory.slabs_path, faults, capacity_bytes=capacity_bytes, free_floor_bytes=free_floor_bytes
-                )
-                undo.callback(folder.close)
-                transfer = SlotTransfer(io, faults, io_threads)
-                undo.callback(transfer.close)
-                tier = _recover(directory, io, folder, transfer, faults)
+                tier = cls(open_files(DataDirectory(Path(path)), settings, io, undo), io)
                 undo.pop_all()
         except OSError as error:
             raise StorageError(
@@ -121,7 +104,7 @@ class DiskTier:
     @property
     def start_count(self) -> int:
         """How often the directory was opened, this time included."""
-        return self._superblock.start_count
+        return self._services.superblock.current.start_count
 
     @property
     def capacity_bytes(self) -> int:
@@ -145,6 +128,12 @@ class DiskTier:
         return self._services.faults.snapshot()
 
     @property
+    def quarantined_slots(self) -> int:
+        """Slots that are not used since their I/O failed."""
+        with self._lock:
+            return sum(pool.quarantined_slots for pool in self._pools.values())
+
+    @property
     def busy_buffers(self) -> int:
         """I/O buffers in use now; 0 when nothing moves."""
         return self._services.transfer.busy_buffers
@@ -162,7 +151,7 @@ class DiskTier:
             self._check_open()
             pool = self._pools.get(ns_id)
             if pool is None:
-                generation = self._superblock.generations.get(ns_id, 0)
+                generation = self._services.superblock.current.generations.get(ns_id, 0)
                 geometry = slot_geometry(part_sizes, block_tokens)
                 pool = self._pools[ns_id] = DiskPool(ns_id, geometry, generation, self._services)
         if (pool.part_sizes, pool.block_tokens) != (part_sizes, block_tokens):
@@ -206,18 +195,15 @@ class DiskTier:
 
         Slots stay with their holders, who read them until they free them.
         """
-        with self._superblock_lock:
+        with self._clearing:
             self._check_open()
-            generation = self._superblock.generations.get(ns_id, 0) + 1
-            changed = replace(self._superblock, generations={**self._superblock.generations, ns_id: generation})
             try:
-                save_superblock(self._io, self._directory.superblock_path, changed)
+                generation = self._services.superblock.clear(ns_id)
             except OSError as error:
                 raise StorageError(
                     f"cannot clear namespace {ns_id.hex()} on disk: {error.strerror or error}; try again"
                 ) from error
             with self._lock:
-                self._superblock = changed
                 pool = self._pools.get(ns_id)
                 if pool is not None:
                     pool.generation = generation
@@ -240,27 +226,47 @@ class DiskTier:
         self._services.transfer.close()
         try:
             self._sync()
-            self._mark_clean()
+            self._services.superblock.mark_clean()
         except (OSError, StorageError) as error:
             # Without the mark the next start verifies more; nothing is lost that was not lost already.
             logger.warning("disk tier not closed cleanly: path=%s cause=%s", self._directory.path, error)
         finally:
             self._services.manifest.close()
             self._services.folder.close()
+            self._folders.close()
             self._directory.close()
 
-    def adopt(self, slabs: Iterable[Slab], found: Iterable[FoundBlock]) -> None:
-        """Take over the slabs that were there, with the blocks found in them; only open() calls this."""
-        by_slab: dict[int, list[FoundBlock]] = {}
-        for block in found:
-            by_slab.setdefault(block.slab.number, []).append(block)
-        for slab in slabs:
+    def scrub(self, after: int, limit_bytes: int) -> ScrubStep:
+        """Read and verify the blocks behind a position, at most `limit_bytes` of slots but at least one.
+
+        The last step also tries whether slots in quarantine can be used again.
+        """
+        self._check_open()
+        with self._lock:
+            pools = dict(self._pools)
+        step = scrub_step(pools, self._services, after, limit_bytes)
+        for block in step.bad:
+            self._drop_recovered(block.ns_id, block.slot)
+        return step
+
+    def _adopt(self, files: DiskFiles) -> None:
+        """Take over the slabs that were there, with the blocks found in them."""
+        for slab in files.slabs:
             header = slab.header
             pool = self.pool(header.ns_id, header.part_sizes, header.block_tokens)
-            recovered = pool.adopt(slab, by_slab.get(slab.number, ()))
+            recovered = pool.adopt(slab, files.blocks_of(slab), files.quarantined_in(slab))
             if recovered:
                 self._recovered.setdefault(header.ns_id, []).extend(recovered)
         self.policy_files.keep(self._recovered)
+
+    def _drop_recovered(self, ns_id: bytes, slot: int) -> None:
+        """Give up a block from before the start if nobody has taken it yet."""
+        with self._lock:
+            blocks = self._recovered.get(ns_id, [])
+            gone: Slots = as_slots([block.slot for block in blocks if block.slot == slot])
+            blocks[:] = [block for block in blocks if block.slot != slot]
+        if gone.size:
+            self._pools[ns_id].free(gone)
 
     def _sync(self) -> None:
         synced = [self._services.transfer.sync(slab) for slab in self._services.folder.open_slabs()]
@@ -270,53 +276,3 @@ class DiskTier:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the disk tier is closed")
-
-    def _mark_clean(self) -> None:
-        with self._superblock_lock:
-            save_superblock(self._io, self._directory.superblock_path, replace(self._superblock, clean=True))
-
-
-def _recover(
-    directory: DataDirectory, io: FileIo, folder: SlabFolder, transfer: SlotTransfer, faults: FaultCounts
-) -> DiskTier:
-    """Find what the directory holds, write a new index of it, and count the start."""
-    before = load_superblock(directory.superblock_path)
-    slabs = folder.open_all()
-    if before is None:
-        # Without clear generations nobody knows which blocks may be served.
-        for slab in slabs:
-            folder.remove(slab)
-        slabs, before = [], Superblock(0, b"\0" * 16, clean=True)
-    found, superseded = newest_copies(_find_blocks(directory, before, slabs, transfer, faults))
-    with ExitStack() as undo:
-        manifest = Manifest(directory.index_path, max(_INDEX_MAP_BYTES_MIN, folder.capacity_bytes // _INDEX_SHARE))
-        undo.callback(manifest.close)
-        rows = [(row_key(block.slab.number, block.index), block.header.pack()) for block in found]
-        if not manifest.put(sorted(rows)):
-            faults.add(DiskFault.INDEX_FULL)
-        for block in superseded:
-            transfer.erase(block.slab, [block.index])
-        superblock = replace(before, start_count=before.start_count + 1, boot_id=boot_id(), clean=False)
-        save_superblock(io, directory.superblock_path, superblock)
-        next_sequence = itertools.count(superblock.start_count << _SEQUENCE_BITS).__next__
-        services = DiskServices(folder, transfer, manifest, faults, next_sequence)
-        tier = DiskTier(directory, io, superblock, services)
-        tier.adopt(slabs, found)
-        undo.pop_all()
-    return tier
-
-
-def _find_blocks(
-    directory: DataDirectory, before: Superblock, slabs: list[Slab], transfer: SlotTransfer, faults: FaultCounts
-) -> list[FoundBlock]:
-    """From the index if it can be trusted, else from the headers.
-
-    After another boot without a clean stop the index may have any mixture of old and new pages.
-    """
-    trusted = before.clean or before.boot_id == boot_id()
-    rows = read_rows(directory.index_path) if trusted and slabs else None
-    if rows is not None:
-        return blocks_from_rows(rows, {slab.number: slab for slab in slabs}, before.generations)
-    if slabs:
-        faults.add(DiskFault.LOST_INDEX)
-    return blocks_from_slabs(slabs, transfer, before.generations)

@@ -13,7 +13,7 @@ from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.manifest import row_key
 from kvstore.tiers.slab import slab_bytes
 from kvstore.tiers.slots import HolderTable, SlotMap, as_slots
-from kvstore.tiers.transfer import Occupant
+from kvstore.tiers.transfer import IO_BYTES_MAX, Occupant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from kvstore.tiers.recovery import FoundBlock
     from kvstore.tiers.slab import Slab, SlotGeometry
     from kvstore.tiers.slab_folder import SlabFolder
+    from kvstore.tiers.slab_volume import SlabVolume
     from kvstore.tiers.slots import SlotRun
+    from kvstore.tiers.superblock import SuperblockFile
     from kvstore.tiers.transfer import SlotTransfer
     from kvstore.types import Slots
 
 ERASE_SLOTS_MAX = 64
+RETRIED_SLOTS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,13 @@ class DiskServices:
     folder: SlabFolder
     transfer: SlotTransfer
     manifest: Manifest
+    superblock: SuperblockFile
     faults: FaultCounts
     next_sequence: Callable[[], int]
 
 
 class DiskPool:
-    """The slots of one namespace on disk; implements kvstore.tiers.base.Pool. Thread-safe.
+    """The slots of one namespace on disk; implements PersistentPool (persistent.py). Thread-safe.
 
     A block goes through: delete the slot's index row, write the slot, put the index row. So a row never speaks of
     bytes that are not there yet, and whatever a crash leaves is found out by the header.
@@ -62,7 +66,9 @@ class DiskPool:
         self._lock = threading.Lock()
         self._slots = SlotMap()
         self._table: HolderTable[Slab] = HolderTable()
-        self._quarantined_count = 0
+        self._quarantined: set[int] = set()
+        self._firsts: dict[SlabVolume, set[int]] = {volume: set() for volume in services.folder.volumes}
+        self._turn = 0
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
@@ -105,8 +111,8 @@ class DiskPool:
 
     @property
     def quarantined_slots(self) -> int:
-        """Slots that were freed but whose I/O had failed: they are not used again before the next start."""
-        return self._quarantined_count
+        """Slots that were freed but whose I/O had failed: they are not used before a scrub finds them to work."""
+        return len(self._quarantined)
 
     @property
     def slabs(self) -> tuple[Slab, ...]:
@@ -121,22 +127,26 @@ class DiskPool:
         while self.free_slots < count and self._grow(count):
             pass
         with self._lock:
-            return self._slots.take(count)
+            return self._take(count)
 
     def free(self, slots: Slots) -> None:
-        """Give slots back. No restart finds their blocks again; slots whose I/O failed go into quarantine."""
+        """Give slots back. No restart finds their blocks again; slots whose I/O failed go into quarantine.
+
+        Where others have filled a file system down to its floor, slabs in which nothing is used are deleted.
+        """
         slots = as_slots(slots)
-        self._vacate(slots)
-        pieces = [piece for run in self._table.runs(slots) for piece in run.cut(ERASE_SLOTS_MAX)]
-        usable = np.zeros(len(slots), dtype=np.bool_)
-        for piece, erased in zip(pieces, self._transfer.map(self._erase, pieces), strict=True):
-            usable[piece.places] = erased & ~piece.holder.suspect[piece.indices]
-        lost_count = len(slots) - int(np.count_nonzero(usable))
-        if lost_count:
-            self._services.faults.add(DiskFault.QUARANTINED_SLOT, lost_count)
-        with self._lock:
-            self._quarantined_count += lost_count
-            self._slots.release(slots[usable])
+        self._release(slots, self._erase_all(slots))
+
+    def free_for_good(self, slots: Slots) -> bool:
+        """Like `free`, but no power cut brings their blocks back either; false if one may.
+
+        Costs a sync of each slab concerned, which is much more than the rest.
+        """
+        slots = as_slots(slots)
+        usable = self._erase_all(slots)
+        synced = self._transfer.map(self._transfer.sync, {run.holder for run in self._table.runs(slots)})
+        self._release(slots, usable)
+        return all(synced)
 
     def ranges(self) -> tuple[SlotRange, ...]:
         """The slabs the pool holds now."""
@@ -154,6 +164,7 @@ class DiskPool:
                 return False
             slab = self._table.holder_of(slot_range)
             self._table = self._table.without(slot_range)
+            self._firsts[slab.volume].discard(slot_range.first)
         self._services.folder.remove(slab)
         return True
 
@@ -217,19 +228,109 @@ class DiskPool:
             good[piece.places] = mask
         return good
 
-    def adopt(self, slab: Slab, blocks: Iterable[FoundBlock]) -> list[RecoveredBlock]:
+    def slot_of(self, slab: Slab, index: int) -> int | None:
+        """The pool's number of a slab's slot; None if the slab is not its own (any more)."""
+        table = self._table
+        if slab not in table.holders:
+            return None
+        return table.ranges[table.holders.index(slab)].first + index
+
+    def retry_quarantined(self) -> int:
+        """Write and read again slots in quarantine, at most RETRIED_SLOTS_MAX; those that work are free from then on.
+
+        Returns how many.
+        """
+        with self._grow_lock:  # one thread at a time
+            return self._retry_quarantined()
+
+    def _retry_quarantined(self) -> int:
+        with self._lock:
+            slots = as_slots(sorted(self._quarantined)[:RETRIED_SLOTS_MAX])
+        runs = [run for whole in self._table.runs(slots) for run in whole.cut(1)]
+        works = np.array(self._transfer.map(lambda run: self._transfer.try_slot(run.holder, run.index), runs), bool)
+        good = [run for run, fine in zip(runs, works, strict=True) if fine]
+        if not good:
+            return 0
+        try:
+            self._services.superblock.release((run.holder.number, run.index) for run in good)
+        except OSError:
+            self._services.faults.add(DiskFault.WRITE_ERROR)
+            return 0
+        with self._lock:
+            released = slots[works]
+            self._quarantined.difference_update(released.tolist())
+            self._slots.release(released)
+        return len(good)
+
+    def adopt(self, slab: Slab, blocks: Iterable[FoundBlock], quarantined: Sequence[int] = ()) -> list[RecoveredBlock]:
         """Take over a slab that was there at the start; the slots of `blocks` count as used from now on."""
         with self._lock:
-            slot_range = self._slots.add(slab.header.slot_count)
-            self._table = self._table.with_added(slot_range, slab)
+            slot_range = self._add(slab)
             recovered = []
             for block in blocks:
                 slab.sequences[block.index] = block.header.sequence
                 slab.generations[block.index] = block.header.generation
                 slot = slot_range.first + block.index
                 recovered.append(RecoveredBlock(block.header.identity, slot, block.header.sequence))
-            self._slots.take_these(as_slots([block.slot for block in recovered]))
+            slots = [slot_range.first + index for index in quarantined]
+            self._quarantined.update(slots)
+            self._slots.take_these(as_slots([*(block.slot for block in recovered), *slots]))
         return recovered
+
+    def _take(self, count: int) -> Slots:
+        """Free slots: large requests from all folders alike, small ones from each in turn; `_lock` must be held."""
+        volumes = self._services.folder.volumes
+        if len(volumes) == 1:
+            return self._slots.take(count)
+        self._turn += 1
+        turned = [volumes[(self._turn + i) % len(volumes)] for i in range(len(volumes))]
+        working = [volume for volume in turned if not volume.failing]
+        share = max(-(-count // max(1, len(working))), IO_BYTES_MAX // self.slot_bytes)
+        taken: list[Slots] = []
+        left = count
+        for volume in working:
+            taken.append(self._slots.take(min(share, left), within=self._firsts[volume]))
+            left -= len(taken[-1])
+        taken.append(self._slots.take(left))
+        return np.sort(np.concatenate(taken))
+
+    def _erase_all(self, slots: Slots) -> Mask:
+        """Forget blocks in memory, in the index and in the slots; which slots can be used again."""
+        self._vacate(slots)
+        pieces = [piece for run in self._table.runs(slots) for piece in run.cut(ERASE_SLOTS_MAX)]
+        usable = np.zeros(len(slots), dtype=np.bool_)
+        for piece, erased in zip(pieces, self._transfer.map(self._erase, pieces), strict=True):
+            usable[piece.places] = erased & ~piece.holder.suspect[piece.indices]
+        return usable
+
+    def _release(self, slots: Slots, usable: Mask) -> None:
+        volumes = {run.holder.volume for run in self._table.runs(slots)}
+        if not usable.all():
+            self._quarantine(slots[~usable])
+        with self._lock:
+            self._slots.release(slots[usable])
+        self._relieve(volumes)
+
+    def _quarantine(self, slots: Slots) -> None:
+        """Keep used slots from being used again, also after a restart."""
+        self._services.faults.add(DiskFault.QUARANTINED_SLOT, len(slots))
+        with self._lock:
+            self._quarantined.update(slots.tolist())
+        try:
+            self._services.superblock.quarantine(
+                (run.holder.number, index)
+                for run in self._table.runs(slots)
+                for index in range(run.index, run.index + run.count)
+            )
+        except OSError:
+            self._services.faults.add(DiskFault.WRITE_ERROR)
+
+    def _relieve(self, volumes: Iterable[SlabVolume]) -> None:
+        """Delete the idle slabs on file systems that have come below their floor."""
+        short = [volume for volume in volumes if volume.left_bytes() < 0]
+        for slot_range, slab in zip(self._table.ranges, self._table.holders, strict=True) if short else ():
+            if slab.volume in short:
+                self.give_back(slot_range)
 
     def _grow(self, count: int) -> bool:
         """Add a slab unless another thread just did; false if there is no room."""
@@ -241,8 +342,15 @@ class DiskPool:
             if slab is None:
                 return False
             with self._lock:
-                self._table = self._table.with_added(self._slots.add(slab.header.slot_count), slab)
+                self._add(slab)
             return True
+
+    def _add(self, slab: Slab) -> SlotRange:
+        """Take in a slab, all free; `_lock` must be held."""
+        slot_range = self._slots.add(slab.header.slot_count)
+        self._table = self._table.with_added(slot_range, slab)
+        self._firsts[slab.volume].add(slot_range.first)
+        return slot_range
 
     def _vacate(self, slots: Slots) -> None:
         """Forget the blocks in slots, in memory and in the index."""

@@ -24,6 +24,7 @@ class DiskFault(enum.StrEnum):
     QUARANTINED_SLOT = "quarantined_slot"
     DROPPED_SLAB = "dropped_slab"
     LOST_INDEX = "lost_index"
+    MISSING_FOLDER = "missing_folder"
     REFUSED_SNAPSHOT = "refused_snapshot"
 
 

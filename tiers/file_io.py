@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.tiers.base import Bytes1D
+
+PIECES_MAX = 1024  # of one call: the system's IOV_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,15 @@ class FileIo(Protocol):
         """Close a descriptor."""
         ...
 
-    def read(self, fd: int, buffer: Bytes1D, offset: int) -> int:
-        """Read into `buffer`; returns the bytes read, fewer than asked for at the end of the file."""
+    def read(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
+        """Fill pieces of memory one after the other, at most PIECES_MAX.
+
+        Returns the bytes read, fewer than asked for at the end of the file.
+        """
         ...
 
-    def write(self, fd: int, data: Bytes1D, offset: int) -> int:
-        """Write `data`; returns the bytes written, which may be fewer."""
+    def write(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
+        """Write pieces of memory one after the other, at most PIECES_MAX; returns the bytes, which may be fewer."""
         ...
 
     def allocate(self, fd: int, size_bytes: int) -> None:
@@ -73,13 +79,13 @@ class SystemIo:
         """os.close."""
         os.close(fd)
 
-    def read(self, fd: int, buffer: Bytes1D, offset: int) -> int:
+    def read(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
         """os.preadv; releases the GIL."""
-        return os.preadv(fd, [buffer.data], offset)
+        return os.preadv(fd, [piece.data for piece in pieces], offset)
 
-    def write(self, fd: int, data: Bytes1D, offset: int) -> int:
+    def write(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
         """os.pwritev; releases the GIL."""
-        return os.pwritev(fd, [data.data], offset)
+        return os.pwritev(fd, [piece.data for piece in pieces], offset)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         """os.posix_fallocate."""
@@ -113,7 +119,7 @@ def write_file_durably(io: FileIo, path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".new")
     fd = io.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        if io.write(fd, np.frombuffer(content, dtype=np.uint8), 0) != len(content):
+        if io.write(fd, [np.frombuffer(content, dtype=np.uint8)], 0) != len(content):
             raise OSError(f"{temporary} was written in part only")
         io.sync(fd)
     finally:

@@ -24,19 +24,32 @@ class FoundBlock:
     index: int
     header: BlockHeader
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Slab and slot number."""
+        return self.slab.number, self.index
+
 
 def blocks_from_rows(
     rows: Iterable[tuple[bytes, bytes]], slabs: Mapping[int, Slab], generations: Mapping[bytes, int]
-) -> list[FoundBlock]:
-    """The blocks that index rows name; rows that are damaged, outdated or of a lost slab are left out."""
+) -> list[FoundBlock] | None:
+    """The blocks that index rows name; rows that are outdated or of a lost slab are left out.
+
+    None if a row is damaged: then others may be missing, and what lies in their slots would be found again later, when
+    it may have been dropped elsewhere.
+    """
     found = []
     for key, value in rows:
         place = parse_row_key(key)
         header = unpack_header(value)
-        if place is None or header is None or place[0] not in slabs:
+        if place is None or header is None:
+            return None
+        slab, index = slabs.get(place[0]), place[1]
+        if slab is None:
             continue
-        slab, index = slabs[place[0]], place[1]
-        if index < slab.header.slot_count and slab.owns(header, index, 0) and _is_current(header, generations):
+        if index >= slab.header.slot_count or not slab.owns(header, index, 0):
+            return None
+        if _is_current(header, generations):
             found.append(FoundBlock(slab, index, header))
     return found
 

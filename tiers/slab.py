@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.tiers.header import BlockHeader
+    from kvstore.tiers.slab_volume import SlabVolume
 
 SLAB_MAGIC = b"KVSSLAB1"
 SLAB_VERSION = 1
@@ -55,6 +56,11 @@ class SlotGeometry:
     header_bytes: int
     part_offsets: tuple[int, ...]
     slot_bytes: int
+
+    @property
+    def body_offsets(self) -> tuple[int, ...]:
+        """Where the payload of each part begins."""
+        return tuple(offset + self.header_bytes for offset in self.part_offsets)
 
     def span(self, parts: Sequence[int]) -> tuple[int, int]:
         """Offset in the slot and length of neighbouring parts, headers and padding included."""
@@ -116,10 +122,11 @@ class Slab:
     `open_lock` is held while the file is synced or closed; `removed` says that it is closed.
     """
 
-    def __init__(self, header: SlabHeader, path: Path, fd: int) -> None:
+    def __init__(self, header: SlabHeader, path: Path, fd: int, volume: SlabVolume) -> None:
         self.header = header
         self.path = path
         self.fd = fd
+        self.volume = volume
         self.geometry = slot_geometry(header.part_sizes, header.block_tokens)
         self.sequences: NDArray[np.uint64] = np.zeros(header.slot_count, dtype=np.uint64)
         self.generations: NDArray[np.uint64] = np.zeros(header.slot_count, dtype=np.uint64)

@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.tiers.base import SlotRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from numpy.typing import NDArray
 
@@ -87,10 +87,10 @@ class SlotMap:
         item = next((item for item in self._ranges if item.first == slot_range.first), None)
         return 0 if item is None else item.count - item.free_count
 
-    def take(self, count: int, *, outside: SlotRange | None = None) -> Slots:
+    def take(self, count: int, *, outside: SlotRange | None = None, within: Container[int] | None = None) -> Slots:
         """Up to `count` slots, the lowest free ones, in ascending order. O(count) unless the ranges are fragmented.
 
-        None of them lies in the range `outside`.
+        None of them lies in the range `outside`, and all lie in ranges that begin at one of `within`, if given.
         """
         taken: list[IndexArray] = []
         missing = min(count, self._free_count)
@@ -98,6 +98,8 @@ class SlotMap:
             if missing == 0:
                 break
             if outside is not None and item.first == outside.first:
+                continue
+            if within is not None and item.first not in within:
                 continue
             for found in item.take(missing):
                 taken.append(found + item.first)

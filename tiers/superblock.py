@@ -2,19 +2,27 @@
 
  offset  bytes  field
       0      8  magic "KVSSUPER"
-      8      4  format version, 1
+      8      4  format version, 2
      12      4  1 after a clean stop, else 0
      16      8  start count: how often the directory was opened
      24     16  boot id of the machine at the last start
      40      8  number of clear generations n
-     48   24*n  for each: ns_id (16), generation (8)
-48+24*n      8  XXH3-64 of all bytes before
+     48      4  number of quarantined slots q
+     52      4  number of further folders f
+     56   24*n  for each: ns_id (16), generation (8)
+            8*q  for each: slab number (4), slot number inside the slab (4)
+              f  for each: number (4), 1 if it was there at the last start (4), its id (16), path length (4), path
+              8  XXH3-64 of all bytes before
+
+Version 1, which is read too, ends behind the clear generations, which begin at offset 48.
 """
 
 from __future__ import annotations
 
+import os
 import struct
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.errors import StorageFormatError
@@ -22,25 +30,47 @@ from kvstore.tiers.checksum import DIGEST_BYTES, is_sealed, sealed
 from kvstore.tiers.file_io import write_file_durably
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from kvstore.tiers.file_io import FileIo
 
 SUPERBLOCK_MAGIC = b"KVSSUPER"
-SUPERBLOCK_VERSION = 1
+SUPERBLOCK_VERSION = 2
+QUARANTINED_MAX = 1024
 
 _FIXED = struct.Struct("<8sIIQ16sQ")
+_COUNTS = struct.Struct("<II")
 _GENERATION = struct.Struct("<16sQ")
+_PLACE = struct.Struct("<II")
+_FOLDER = struct.Struct("<II16sI")
+
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderRecord:
+    """A further folder of slabs: its number among the folders of this store, and where it was at the last start."""
+
+    number: int
+    was_present: bool
+    folder_id: bytes
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """State of a data directory that must survive a power cut."""
+    """State of a data directory that must survive a power cut.
+
+    `quarantined` has slots that are not to be used, as slab and slot numbers; at most QUARANTINED_MAX.
+    """
 
     start_count: int
     boot_id: bytes
     clean: bool
     generations: dict[bytes, int] = field(default_factory=dict)
+    quarantined: frozenset[Place] = frozenset()
+    folders: tuple[FolderRecord, ...] = ()
 
     def pack(self) -> bytes:
         """The superblock as it lies on disk."""
@@ -52,7 +82,64 @@ class Superblock:
             self.boot_id,
             len(self.generations),
         )
-        return sealed(head + b"".join(_GENERATION.pack(*item) for item in sorted(self.generations.items())))
+        body = [_GENERATION.pack(*item) for item in sorted(self.generations.items())]
+        body += [_PLACE.pack(*place) for place in sorted(self.quarantined)]
+        for folder in self.folders:
+            path = os.fsencode(folder.path)
+            body.append(_FOLDER.pack(folder.number, int(folder.was_present), folder.folder_id, len(path)) + path)
+        return sealed(head + _COUNTS.pack(len(self.quarantined), len(self.folders)) + b"".join(body))
+
+
+class SuperblockFile:
+    """The owner of a data directory's superblock: every change is on stable storage before it counts. Thread-safe.
+
+    Each change raises OSError, and has not happened, if it cannot be written.
+    """
+
+    def __init__(self, io: FileIo, path: Path, current: Superblock) -> None:
+        """Writes `current`."""
+        self._io = io
+        self._path = path
+        self._lock = threading.Lock()
+        self._current = current
+        save_superblock(io, path, current)
+
+    @property
+    def current(self) -> Superblock:
+        """What is on disk."""
+        return self._current
+
+    def clear(self, ns_id: bytes) -> int:
+        """Begin the next clear generation of a namespace, and return it."""
+        with self._lock:
+            generations = self._current.generations
+            generation = generations.get(ns_id, 0) + 1
+            self._save(replace(self._current, generations={**generations, ns_id: generation}))
+            return generation
+
+    def quarantine(self, places: Iterable[Place]) -> None:
+        """Remember slots that are not to be used; what exceeds QUARANTINED_MAX is not remembered."""
+        with self._lock:
+            known = self._current.quarantined
+            new = sorted(set(places) - known)[: QUARANTINED_MAX - len(known)]
+            if new:
+                self._save(replace(self._current, quarantined=known.union(new)))
+
+    def release(self, places: Iterable[Place]) -> None:
+        """Forget slots that may be used again."""
+        with self._lock:
+            left = self._current.quarantined.difference(places)
+            if left != self._current.quarantined:
+                self._save(replace(self._current, quarantined=left))
+
+    def mark_clean(self) -> None:
+        """Say that the directory was closed in order."""
+        with self._lock:
+            self._save(replace(self._current, clean=True))
+
+    def _save(self, changed: Superblock) -> None:
+        save_superblock(self._io, self._path, changed)
+        self._current = changed
 
 
 def save_superblock(io: FileIo, path: Path, superblock: Superblock) -> None:
@@ -68,13 +155,39 @@ def load_superblock(path: Path) -> Superblock | None:
         return None
     if data[: len(SUPERBLOCK_MAGIC)] != SUPERBLOCK_MAGIC or len(data) < _FIXED.size + DIGEST_BYTES:
         raise StorageFormatError(f"{path} is not a kvstore superblock; choose another data directory")
-    _, version, clean, start_count, boot_id, count = _FIXED.unpack_from(data)
-    if version != SUPERBLOCK_VERSION:
+    _, version, *_ = _FIXED.unpack_from(data)
+    if version not in (1, SUPERBLOCK_VERSION):
         raise StorageFormatError(
             f"{path} has format version {version}, this kvstore reads {SUPERBLOCK_VERSION}; "
             "use the version that wrote it or another data directory"
         )
-    if not is_sealed(data) or len(data) != _FIXED.size + count * _GENERATION.size + DIGEST_BYTES:
-        raise StorageFormatError(f"{path} is damaged; delete the data directory (it is a cache) or choose another")
-    generations = dict(_GENERATION.iter_unpack(data[_FIXED.size : -DIGEST_BYTES]))
-    return Superblock(start_count, boot_id, bool(clean), generations)
+    try:
+        return _unpack(data)
+    except (struct.error, ValueError):
+        raise StorageFormatError(
+            f"{path} is damaged; delete the data directory (it is a cache) or choose another"
+        ) from None
+
+
+def _unpack(data: bytes) -> Superblock:
+    """Raises ValueError or struct.error where the bytes are no superblock."""
+    if not is_sealed(data):
+        raise ValueError("the checksum is wrong")
+    _, version, clean, start_count, boot_id, generation_count = _FIXED.unpack_from(data)
+    position = _FIXED.size
+    place_count = folder_count = 0
+    if version > 1:
+        place_count, folder_count = _COUNTS.unpack_from(data, position)
+        position += _COUNTS.size
+    middle = position + generation_count * _GENERATION.size
+    end = middle + place_count * _PLACE.size
+    generations = dict(_GENERATION.iter_unpack(data[position:middle]))
+    places = frozenset(_PLACE.iter_unpack(data[middle:end]))
+    folders = []
+    for _ in range(folder_count):
+        number, was_present, folder_id, path_bytes = _FOLDER.unpack_from(data, end)
+        start, end = end + _FOLDER.size, end + _FOLDER.size + path_bytes
+        folders.append(FolderRecord(number, bool(was_present), folder_id, os.fsdecode(data[start:end])))
+    if end != len(data) - DIGEST_BYTES:
+        raise ValueError("the length is wrong")
+    return Superblock(start_count, boot_id, bool(clean), generations, places, tuple(folders))

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kvstore.errors import ClosedError
-from kvstore.tiers.buffers import PAGE_BYTES, AlignedBuffers, aligned_bytes
+from kvstore.tiers.buffers import PAGE_BYTES, AlignedBuffers, aligned_bytes, page_aligned
 from kvstore.tiers.checksum import digest
 from kvstore.tiers.faults import DiskFault
+from kvstore.tiers.file_io import PIECES_MAX
 from kvstore.tiers.header import BlockHeader, unpack_header
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class SlotTransfer:
     """
 
     def __init__(self, io: FileIo, faults: FaultCounts, thread_count: int) -> None:
+        self.faults = faults
         self._io = io
-        self._faults = faults
         self._thread_count = thread_count
         self._buffers = AlignedBuffers(thread_count)
         self._zero_page = aligned_bytes(PAGE_BYTES)
@@ -107,8 +108,10 @@ class SlotTransfer:
             if full or run.count == 1:
                 short = isinstance(error, _ShortWriteError)
                 fault = DiskFault.SHORT_WRITE if short else DiskFault.NO_SPACE if full else DiskFault.WRITE_ERROR
-                self._faults.add(fault, run.count)
+                self.faults.add(fault, run.count)
                 run.holder.suspect[run.indices] |= not full
+                if not full:
+                    run.holder.volume.failed()
                 return [None] * run.count
         # One bad sector must not cost the neighbours that share its I/O; so in read().
         return [
@@ -127,14 +130,41 @@ class SlotTransfer:
             return self._read_together(run, occupants, rows, parts)
         except OSError:
             if run.count == 1:
-                self._faults.add(DiskFault.READ_ERROR)
-                run.holder.suspect[run.index] = True
-                return np.zeros(1, dtype=np.bool_)
+                return self._unreadable(run)
         singles = [
             self.read(single, [occupants[position]], rows[position : position + 1], parts)
             for position, single in enumerate(run.cut(1))
         ]
         return np.concatenate(singles)
+
+    def check(self, run: SlotRun[Slab]) -> Mask:
+        """Whether each slot holds, whole and right, a block of the sequence and generation it is said to hold.
+
+        True too of a slab that was removed meanwhile, since there is nothing left to be wrong.
+        """
+        try:
+            return self._check_together(run)
+        except OSError:
+            if run.count == 1:
+                return self._unreadable(run)
+        return np.concatenate([self.check(single) for single in run.cut(1)])
+
+    def try_slot(self, slab: Slab, index: int) -> bool:
+        """Whether a slot that holds nothing takes zeros and gives them back. It is not suspect any more then."""
+        slot_bytes = slab.geometry.slot_bytes
+        with self._buffers.lend(slot_bytes) as buffer:
+            buffer[:] = 0
+            try:
+                is_written = self._io.write(slab.fd, [buffer], slab.slot_offset(index)) == slot_bytes
+                self._io.sync(slab.fd)
+                buffer[:] = 1
+                works = is_written and self._io.read(slab.fd, [buffer], slab.slot_offset(index)) == slot_bytes
+            except OSError:
+                return False
+            works = works and not buffer.any()
+        slab.suspect[index] = not works
+        slab.written[index] = not works
+        return works
 
     def erase(self, slab: Slab, indices: Sequence[int]) -> Mask:
         """Overwrite the first header page of slots, so that no rebuild finds their blocks; true where that is done.
@@ -151,7 +181,7 @@ class SlotTransfer:
                 slab.written[index] = False
                 erased[position] = True
             else:
-                self._faults.add(DiskFault.WRITE_ERROR)
+                self.faults.add(DiskFault.WRITE_ERROR)
         return erased
 
     def read_headers(self, slab: Slab, index: int) -> list[BlockHeader] | None:
@@ -172,19 +202,25 @@ class SlotTransfer:
             try:
                 self._io.sync(slab.fd)
             except OSError:
-                self._faults.add(DiskFault.SYNC_ERROR)
+                self.faults.add(DiskFault.SYNC_ERROR)
                 return False
         return True
 
+    def _unreadable(self, run: SlotRun[Slab]) -> Mask:
+        self.faults.add(DiskFault.READ_ERROR)
+        run.holder.suspect[run.index] = True
+        run.holder.volume.failed()
+        return np.zeros(1, dtype=np.bool_)
+
     def _erase(self, slab: Slab, index: int) -> bool:
-        return self._io.write(slab.fd, self._zero_page, slab.slot_offset(index)) == PAGE_BYTES
+        return self._io.write(slab.fd, [self._zero_page], slab.slot_offset(index)) == PAGE_BYTES
 
     def _read_header(self, slab: Slab, offset: int) -> BlockHeader | None:
         with self._buffers.lend(slab.geometry.header_bytes) as buffer:
             try:
-                got_bytes = self._io.read(slab.fd, buffer, offset)
+                got_bytes = self._io.read(slab.fd, [buffer], offset)
             except OSError:
-                self._faults.add(DiskFault.READ_ERROR)
+                self.faults.add(DiskFault.READ_ERROR)
                 return None
             return unpack_header(buffer[:got_bytes].data)
 
@@ -195,14 +231,20 @@ class SlotTransfer:
         slab = run.holder
         slot_bytes = slab.geometry.slot_bytes
         slab.written[run.indices] = True
+        headers: list[bytes | None] = []
+        in_place: list[tuple[int, Bytes1D]] = []
+        may_stay = _fits_one_call(run, len(slab.header.part_sizes))
         with self._buffers.lend(run.count * slot_bytes) as buffer:
-            spans = buffer.reshape(run.count, slot_bytes)
-            headers: list[bytes | None] = [
-                _lay_out(single, occupants[position], sources[position], spans[position])
-                for position, single in enumerate(run.cut(1))
-            ]
-            if self._io.write(slab.fd, buffer, slab.slot_offset(run.index)) != len(buffer):
+            for position, single in enumerate(run.cut(1)):
+                start = position * slot_bytes
+                span = buffer[start : start + slot_bytes]
+                stays = [may_stay and page_aligned(source) for source in sources[position]]
+                headers.append(_lay_out(single, occupants[position], sources[position], stays, span))
+                bodies = zip(slab.geometry.body_offsets, sources[position], stays, strict=True)
+                in_place.extend((start + offset, source) for offset, source, stay in bodies if stay)
+            if self._io.write(slab.fd, _pieces(buffer, in_place), slab.slot_offset(run.index)) != len(buffer):
                 raise _ShortWriteError(errno.EIO, "short write")
+        slab.volume.worked()
         return headers
 
     def _read_together(
@@ -214,34 +256,103 @@ class SlotTransfer:
         assert stride == slab.geometry.slot_bytes or run.count == 1, "parts of one block at a time"
         good = np.zeros(run.count, dtype=np.bool_)
         with self._buffers.lend(run.count * stride) as buffer:
-            got_bytes = self._io.read(slab.fd, buffer, slab.slot_offset(run.index) + offset)
-            # What lies in the buffer behind the bytes read is left from an earlier use: it is never looked at.
+            bodies = _bodies(run, buffer.reshape(run.count, stride), rows, parts)
+            in_place = [
+                (position * stride + body.offset, body.target[position])
+                for position in range(run.count)
+                for body in bodies
+                if body.stays
+            ]
+            got_bytes = self._io.read(slab.fd, _pieces(buffer, in_place), slab.slot_offset(run.index) + offset)
+            # What lies in memory behind the bytes read is left from an earlier use: it is never looked at.
             whole_count = got_bytes // stride
-            spans = buffer.reshape(run.count, stride)
             for position, single in enumerate(run.cut(1)):
                 if position < whole_count:
-                    good[position] = self._take(single, occupants[position], spans[position], rows[position], parts)
+                    good[position] = self._take(single, occupants[position], bodies, position)
         if whole_count < run.count:
-            self._faults.add(DiskFault.SHORT_READ, run.count - whole_count)
+            self.faults.add(DiskFault.SHORT_READ, run.count - whole_count)
             slab.suspect[run.index + whole_count : run.index + run.count] = True
         return good
 
-    def _take(self, slot: SlotRun[Slab], occupant: Occupant, span: Bytes1D, row: Bytes1D, parts: Sequence[int]) -> bool:
-        """Copy verified parts of one block from `span` to `row`; false at the first that is not right."""
-        geometry = slot.holder.geometry
-        column = 0
-        for part in parts:
-            start = geometry.part_offsets[part] - geometry.part_offsets[parts[0]]
-            size = geometry.part_sizes[part]
-            header = unpack_header(span[start : start + geometry.header_bytes].data)
-            payload = span[start + geometry.header_bytes :][:size]
-            fault = _fault_of(slot, part, occupant, header, payload)
+    def _check_together(self, run: SlotRun[Slab]) -> Mask:
+        """One I/O for all blocks. Raises OSError if it failed as a whole."""
+        slab = run.holder
+        geometry = slab.geometry
+        good = np.ones(run.count, dtype=np.bool_)
+        expected = list(zip(slab.sequences[run.indices].tolist(), slab.generations[run.indices].tolist(), strict=True))
+        with self._buffers.lend(run.count * geometry.slot_bytes) as buffer:
+            with slab.open_lock:
+                if slab.removed:
+                    return good
+                got_bytes = self._io.read(slab.fd, [buffer], slab.slot_offset(run.index))
+            for position, (sequence, generation) in enumerate(expected):
+                span = buffer[position * geometry.slot_bytes : (position + 1) * geometry.slot_bytes]
+                is_whole = got_bytes >= (position + 1) * geometry.slot_bytes
+                good[position] = is_whole and _is_right(slab, run.index + position, span, (sequence, generation))
+        return good
+
+    def _take(self, slot: SlotRun[Slab], occupant: Occupant, bodies: Sequence[_Body], position: int) -> bool:
+        """Verify parts of one block and put them into its row; false at the first that is not right."""
+        for body in bodies:
+            payload = body.source[position]
+            fault = _fault_of(slot, body.part, occupant, unpack_header(body.headers[position].data), payload)
             if fault is not None:
-                self._faults.add(fault)
+                self.faults.add(fault)
                 return False
-            row[column : column + size] = payload
-            column += size
+            if not body.stays:
+                body.target[position] = payload
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """One part of the blocks of a read: its headers, where its payloads are read to, and where they shall be.
+
+    Payloads that may be read to where they belong `stays`; others are copied from the buffer. `offset` is where the
+    payload begins in the span of its block.
+    """
+
+    part: int
+    offset: int
+    headers: Bytes2D
+    source: Bytes2D
+    target: Bytes2D
+    stays: bool
+
+
+def _bodies(run: SlotRun[Slab], spans: Bytes2D, rows: Bytes2D, parts: Sequence[int]) -> list[_Body]:
+    geometry = run.holder.geometry
+    may_stay = _fits_one_call(run, len(parts))
+    bodies = []
+    column = 0
+    for part in parts:
+        start = geometry.part_offsets[part] - geometry.part_offsets[parts[0]]
+        offset, size = start + geometry.header_bytes, geometry.part_sizes[part]
+        target = rows[:, column : column + size]
+        stays = may_stay and page_aligned(target)
+        source = target if stays else spans[:, offset : offset + size]
+        bodies.append(_Body(part, offset, spans[:, start:offset], source, target, stays))
+        column += size
+    return bodies
+
+
+def _fits_one_call(run: SlotRun[Slab], part_count: int) -> bool:
+    """Whether payloads may lie apart from their headers: the system takes so many pieces of memory at a time."""
+    return 2 * run.count * part_count < PIECES_MAX
+
+
+def _pieces(buffer: Bytes1D, in_place: Sequence[tuple[int, Bytes1D]]) -> list[Bytes1D]:
+    """The memory of one I/O in order: `buffer`, but for the ranges that lie elsewhere, by their offsets in it."""
+    pieces = []
+    done = 0
+    for offset, elsewhere in in_place:
+        if offset > done:
+            pieces.append(buffer[done:offset])
+        pieces.append(elsewhere)
+        done = offset + len(elsewhere)
+    if done < len(buffer):
+        pieces.append(buffer[done:])
+    return pieces
 
 
 def _fault_of(
@@ -258,20 +369,38 @@ def _fault_of(
     return None
 
 
-def _lay_out(slot: SlotRun[Slab], occupant: Occupant, parts: Sequence[Bytes1D], span: Bytes1D) -> bytes:
+def _is_right(slab: Slab, index: int, span: Bytes1D, expected: tuple[int, int]) -> bool:
+    """Whether a slot's bytes are, in every part, a block of this place, sequence and generation."""
+    geometry = slab.geometry
+    for part, (start, body) in enumerate(zip(geometry.part_offsets, geometry.body_offsets, strict=True)):
+        header = unpack_header(span[start:body].data)
+        if header is None or not slab.owns(header, index, part):
+            return False
+        payload = span[body : body + geometry.part_sizes[part]]
+        if (header.sequence, header.generation) != expected or digest(payload.data) != header.payload_digest:
+            return False
+    return True
+
+
+def _lay_out(
+    slot: SlotRun[Slab], occupant: Occupant, parts: Sequence[Bytes1D], stays: Sequence[bool], span: Bytes1D
+) -> bytes:
     """Put headers, payloads and zero padding of a block into `span`; returns the packed header of part 0.
 
-    The checksum is of the bytes as copied, so that header and payload agree whatever happens to the source.
+    Payloads that stay where they are leave a gap. Of the others the checksum is of the bytes as copied; if one that
+    stays is changed before it is written, its first read finds that out.
     """
     geometry = slot.holder.geometry
     first = b""
     for part, source in enumerate(parts):
         start, length = geometry.span((part,))
-        body = start + geometry.header_bytes
+        body = geometry.body_offsets[part]
         end = body + geometry.part_sizes[part]
-        span[body:end] = source
-        span[end : start + length] = 0
-        packed = _header(slot, part, occupant, digest(span[body:end].data)).pack()
+        if not stays[part]:
+            span[body:end] = source
+            span[end : start + length] = 0
+        payload = source if stays[part] else span[body:end]
+        packed = _header(slot, part, occupant, digest(payload.data)).pack()
         span[start : start + len(packed)] = memoryview(packed)
         span[start + len(packed) : body] = 0
         first = first or packed

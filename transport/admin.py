@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore.api import SCRUB_BYTES
 from kvstore.errors import NoSpaceError
 from kvstore.transport import convert
 from kvstore.v1 import admin_service_pb2 as pb
@@ -12,6 +14,9 @@ from kvstore.v1 import admin_service_pb2 as pb
 if TYPE_CHECKING:
     from kvstore.transport.state import ServiceState
     from kvstore.types import Namespace
+
+
+_SCRUB_BYTES_MAX = 64 << 20
 
 
 class AdminService:
@@ -61,6 +66,12 @@ class AdminService:
         """Check the index."""
         found = await self._state.long.run(self._store.verify)
         return pb.VerifyResponse(namespaces=found.namespaces, blocks=found.blocks, problems=found.problems)
+
+    async def scrub(self, request: pb.ScrubRequest) -> pb.ScrubResponse:
+        """Read some of what lies on disk."""
+        limit_bytes = min(request.limit_bytes or SCRUB_BYTES, _SCRUB_BYTES_MAX)
+        page = await self._state.long.run(partial(self._store.scrub, after=request.after, limit_bytes=limit_bytes))
+        return pb.ScrubResponse(**asdict(page))
 
     def _namespace(self, session_id: bytes, ns_id: bytes) -> Namespace:
         return self._state.sessions.get(session_id).namespace(ns_id)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from grpc_health.v1 import health_pb2
 
+from kvstore.api import SCRUB_BYTES
 from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, UnavailableError
 from kvstore.tokens import as_token_array
 from kvstore.transport import convert
@@ -21,7 +22,7 @@ from kvstore.transport.link import CACHE, Deadlines, Lookup
 from kvstore.transport.remote import RemoteLease, RemoteStage
 from kvstore.transport.wire_dial import NoFastLaneError
 from kvstore.transport.wire_link import WireLink
-from kvstore.types import PLAIN_ROOT, PrefixMatch, Verification, require_seconds
+from kvstore.types import PLAIN_ROOT, PrefixMatch, ScrubPage, Verification, require_seconds
 from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -201,6 +202,22 @@ class Client:
         request = admin_pb.VerifyRequest()
         found = self._call(lambda connection: connection.long_call(ADMIN, "Verify", request, admin_pb.VerifyResponse))
         return Verification(found.namespaces, found.blocks, tuple(found.problems))
+
+    def scrub(self, *, after: int = 0, limit_bytes: int = SCRUB_BYTES) -> ScrubPage:
+        """Have the server read some of what lies on its disk: at most 64 MiB at a time, whatever the limit."""
+        _check_range(after, _UINT64_MAX, "after")
+        if not 1 <= limit_bytes <= _UINT64_MAX:
+            raise InvalidArgumentError(f"limit_bytes is {limit_bytes}, expected at least 1")
+        request = admin_pb.ScrubRequest(after=after, limit_bytes=limit_bytes)
+        page = self._call(lambda connection: connection.long_call(ADMIN, "Scrub", request, admin_pb.ScrubResponse))
+        return ScrubPage(
+            page.blocks,
+            page.bytes,
+            page.dropped_blocks,
+            page.repaired_slots,
+            page.remaining_blocks,
+            page.next_after if page.HasField("next_after") else None,
+        )
 
     def status(self) -> ServerStatus:
         """Whether the server takes calls, and its version."""

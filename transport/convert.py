@@ -49,6 +49,7 @@ _SIMPLE_STATS = (
     "pins",
     "index_bytes",
     "policy_bytes",
+    "quarantined_slots",
 )
 _MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults")
 

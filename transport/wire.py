@@ -95,6 +95,7 @@ class Method(enum.IntEnum):
     Verify = 18
     Check = 19
     Hint = 20
+    Scrub = 21
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -118,8 +119,11 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.Verify: admin_pb.VerifyRequest,
     Method.Check: health_pb2.HealthCheckRequest,
     Method.Hint: pb.HintRequest,
+    Method.Scrub: admin_pb.ScrubRequest,
 }
-ADMIN_METHODS = frozenset((Method.Pin, Method.Unpin, Method.Evict, Method.Clear, Method.Flush, Method.Verify))
+ADMIN_METHODS = frozenset(
+    (Method.Pin, Method.Unpin, Method.Evict, Method.Clear, Method.Flush, Method.Verify, Method.Scrub)
+)
 BULK_METHODS = frozenset((Method.Load, Method.Write))
 # Those whose prompt may be sent by its growth.
 PROMPT_METHODS = frozenset((Method.Match, Method.Lease, Method.Stage))

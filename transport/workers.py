@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kvstore.errors import NoSpaceError
+from kvstore.tiers.buffers import aligned_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ class BufferPool:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return np.empty(self._buffer_bytes, dtype=np.uint8)
+        return aligned_bytes(self._buffer_bytes)  # so that the disk reads blocks of whole pages straight into it
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Let others use the buffer."""

@@ -20,9 +20,9 @@ class ProgressBar:
         self._shown = ""
         self._visible = sys.stderr.isatty()
 
-    def advance(self, label: str) -> None:
-        """One more step is done. Writes only when what is shown changes."""
-        self._done += 1
+    def advance(self, label: str, steps: int = 1) -> None:
+        """More steps are done. Writes only when what is shown changes."""
+        self._done = min(self._done + steps, self._total)
         if not self._visible:
             return
         filled = _WIDTH * self._done // self._total

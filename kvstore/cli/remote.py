@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import kvstore
+from kvstore.api import SCRUB_BYTES
 from kvstore.cli.output import ExitCode, print_json, print_table
+from kvstore.cli.progress import ProgressBar
 from kvstore.cli.prompt import namespace_of, root_of, tokens_of
 from kvstore.config import load_config
 from kvstore.errors import InvalidArgumentError
-from kvstore.quantities import format_size, parse_duration
+from kvstore.quantities import format_size, parse_duration, parse_size
+from kvstore.types import ScrubPage
 
 if TYPE_CHECKING:
     import argparse
@@ -106,12 +110,44 @@ def flush(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Check the index; failed if something is wrong."""
+    """Check the index, and with --scrub all that lies on disk; failed if something is wrong."""
+    bytes_per_second = _bytes_per_second(arguments.rate)
     with _connect(arguments) as client:
         found = client.verify()
-    summary = f"{found.blocks} blocks in {found.namespaces} namespaces, {len(found.problems)} problems"
-    _show(arguments, asdict(found), "\n".join([*found.problems, summary]))
-    return ExitCode.FAILED if found.problems else ExitCode.DONE
+        read = _scrub(client, bytes_per_second) if arguments.scrub else None
+    lines = [*found.problems, f"{found.blocks} blocks in {found.namespaces} namespaces, {len(found.problems)} problems"]
+    row = asdict(found)
+    if read is not None:
+        row["scrub"] = {**asdict(read), "next_after": None}
+        lines.append(
+            f"{read.blocks} blocks read from disk ({format_size(read.bytes)}), {read.dropped_blocks} wrong and "
+            f"dropped, {read.repaired_slots} slots out of quarantine"
+        )
+    _show(arguments, row, "\n".join(lines))
+    return ExitCode.FAILED if found.problems or (read and read.dropped_blocks) else ExitCode.DONE
+
+
+def _scrub(client: Client, bytes_per_second: int) -> ScrubPage:
+    """All pages of a scrub in one, read no faster than asked for."""
+    limit_bytes = min(SCRUB_BYTES, bytes_per_second)
+    started_at = time.monotonic()
+    page = client.scrub(limit_bytes=limit_bytes)
+    total = page
+    with ProgressBar(page.blocks + page.remaining_blocks) as progress:
+        progress.advance("reading the disk", page.blocks)
+        while page.next_after is not None:
+            time.sleep(max(0.0, started_at + total.bytes / bytes_per_second - time.monotonic()))
+            page = client.scrub(after=page.next_after, limit_bytes=limit_bytes)
+            progress.advance("reading the disk", page.blocks)
+            total = ScrubPage(
+                blocks=total.blocks + page.blocks,
+                bytes=total.bytes + page.bytes,
+                dropped_blocks=total.dropped_blocks + page.dropped_blocks,
+                repaired_slots=total.repaired_slots + page.repaired_slots,
+                remaining_blocks=page.remaining_blocks,
+                next_after=page.next_after,
+            )
+    return total
 
 
 def events(arguments: argparse.Namespace) -> int:
@@ -135,6 +171,16 @@ def _address(arguments: argparse.Namespace) -> str:
     if arguments.address is not None:
         return str(arguments.address)
     return load_config().config.address
+
+
+def _bytes_per_second(text: str) -> int:
+    try:
+        rate = parse_size(text)
+    except ValueError as err:
+        raise InvalidArgumentError(f"--rate {text!r}: {err}") from err
+    if rate < 1:
+        raise InvalidArgumentError(f"--rate {text!r}: expected at least one byte per second")
+    return rate
 
 
 def _ttl_seconds(text: str | None) -> float | None:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from kvstore.store.settings import StoreSettings
     from kvstore.store.space import Freed
     from kvstore.tiers.base import RecoveredBlock, SlotRange
-    from kvstore.tiers.disk import DiskTier
-    from kvstore.tiers.disk_pool import DiskPool
     from kvstore.tiers.host import HostTier
+    from kvstore.tiers.persistent import PersistentPool, PersistentTier
     from kvstore.types import BlockIds, Namespace, Tier
 
 _SECRET_BYTES = 32
@@ -50,7 +49,7 @@ class Index:
     and is taken before `lock`.
     """
 
-    def __init__(self, settings: StoreSettings, host: HostTier, disk: DiskTier | None, clock: Clock) -> None:
+    def __init__(self, settings: StoreSettings, host: HostTier, disk: PersistentTier | None, clock: Clock) -> None:
         self.settings = settings
         self.host = host
         self.disk = disk
@@ -217,7 +216,7 @@ class Index:
         return space
 
 
-def _excess_ranges(pool: DiskPool) -> list[SlotRange]:
+def _excess_ranges(pool: PersistentPool) -> list[SlotRange]:
     """The last slabs of a pool that has more than it may: the limit was lowered while the store was closed."""
     left_bytes = pool.bytes_max
     excess = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.space import Space
     from kvstore.tiers.base import Pool, SlotRange
-    from kvstore.tiers.disk_pool import DiskPool
+    from kvstore.tiers.persistent import PersistentPool
     from kvstore.types import BlockIds, Slots
 
 _BATCH_BYTES = 64 << 20
@@ -267,7 +267,7 @@ class RoomMaker:
         self._index.settle(freed)
         return False
 
-    def _reclaim_by_worth(self, space: Space, disk: DiskPool) -> bool:
+    def _reclaim_by_worth(self, space: Space, disk: PersistentPool) -> bool:
         """Let blocks leave by worth until some slab is empty: what it is ensured is kept to the block.
 
         Four slabs' worth of free slots among used ones say that no slab will be empty soon.
@@ -281,7 +281,7 @@ class RoomMaker:
                 return True
         return False
 
-    def _reclaim_slab(self, space: Space, disk: DiskPool) -> bool:
+    def _reclaim_slab(self, space: Space, disk: PersistentPool) -> bool:
         """Empty a slab as it lies."""
         tries = 0
         for slab in disk.ranges():

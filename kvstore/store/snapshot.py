@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvstore.store.index import Index
     from kvstore.store.space import Space
-    from kvstore.tiers.policy_files import PolicyFiles
+    from kvstore.tiers.persistent import PolicyStorage
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class PolicySnapshots:
         except ValueError as error:
             self._refuse(space.ns_id, error)
 
-    def _files(self) -> PolicyFiles | None:
+    def _files(self) -> PolicyStorage | None:
         return None if self._index.disk is None else self._index.disk.policy_files
 
     def _taken(self, take: Callable[[int], tuple[bytes, int | None]]) -> bytes:

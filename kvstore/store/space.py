@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvstore.events import EventLog
     from kvstore.store.settings import Quota
     from kvstore.tiers.base import Pool, SlotRange
-    from kvstore.tiers.disk_pool import DiskPool
     from kvstore.tiers.host import HostPool
+    from kvstore.tiers.persistent import PersistentPool
     from kvstore.types import BlockIds, KvLayout, Root, Slots, TokenArray
 
 _ROOTS_REMEMBERED = 4096
@@ -93,7 +93,7 @@ class Space:
         ns_key: bytes,
         layout: KvLayout,
         host: HostPool,
-        disk: DiskPool | None,
+        disk: PersistentPool | None,
         events: EventLog,
         policy: str,
         quota: Quota = NO_QUOTA,

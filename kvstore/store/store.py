@@ -6,8 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
+from kvstore.api import SCRUB_BYTES
 from kvstore.clock import SystemClock
-from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN
+from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN, DISK_KIND
 from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.store.index import Index
@@ -19,17 +22,21 @@ from kvstore.store.stage import StoreStage
 from kvstore.store.what_if import what_if
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import POISON, HostTier
+from kvstore.tiers.persistent import find_factory
 from kvstore.tokens import as_token_array
-from kvstore.types import PLAIN_ROOT, PrefixMatch, StoreStats, Tier, TierStats, Verification, require_seconds
+from kvstore.types import PLAIN_ROOT, PrefixMatch, ScrubPage, StoreStats, Tier, TierStats, Verification, require_seconds
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
     from types import TracebackType
 
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.store.space import Freed, Space
     from kvstore.tiers.extent_stock import HostMemoryState
+    from kvstore.tiers.base import SlotRange
+    from kvstore.tiers.persistent import PersistentTier
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
 
@@ -41,7 +48,7 @@ _IDLE_SLICES = 16
 class Store:
     """A kvstore.api.KvStore in this process. Owns its tiers; thread-safe (lock order: see index.py)."""
 
-    def __init__(self, host: HostTier, disk: DiskTier | None, settings: StoreSettings, clock: Clock) -> None:
+    def __init__(self, host: HostTier, disk: PersistentTier | None, settings: StoreSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
         self._host = host
@@ -156,11 +163,16 @@ class Store:
         self._end_overdue()
         with space.removing:
             dropped = [*self._drop_unheld(space, root_key, prompt, from_block), *self._index.reap_all(space)]
-        for freed in dropped:
-            freed.settle_disk()
+        slots = np.concatenate([freed.disk for freed in dropped])
+        is_gone = space.disk is None or not slots.size or space.disk.free_for_good(slots)
         blocks = sum(freed.blocks for freed in dropped)
         with self._index.lock:
             self._index.accounting.evicted_blocks["request"] += blocks
+        if not is_gone:
+            raise StorageError(
+                f"{blocks} blocks were dropped, but the disk cannot be synced: a power cut may bring them back; "
+                "check the kernel log"
+            )
         return blocks
 
     def clear(self, namespace: Namespace) -> int:
@@ -214,6 +226,7 @@ class Store:
                 index_bytes=sum(space.tree.memory_bytes for space in spaces),
                 policy_bytes=sum(space.tree.policy_bytes for space in spaces),
                 what_if=what_if(spaces),
+                quarantined_slots=0 if self._disk is None else self._disk.quarantined_slots,
             )
 
     def host_memory(self) -> HostMemoryState:
@@ -236,6 +249,24 @@ class Store:
         if problems:
             logger.error("the index is damaged, restart this process: problems=%d first=%s", len(problems), problems[0])
         return Verification(len(spaces), blocks, tuple(problems[:_PROBLEMS_MAX]))
+
+    def scrub(self, *, after: int = 0, limit_bytes: int = SCRUB_BYTES) -> ScrubPage:
+        """Read some of what lies on disk; see kvstore.api.KvStore."""
+        self._check_open()
+        if after < 0 or limit_bytes < 1:
+            raise InvalidArgumentError(f"after={after}, limit_bytes={limit_bytes}: expected at least 0 and 1")
+        if self._disk is None:
+            return ScrubPage(0, 0, 0, 0, 0, None)
+        step = self._disk.scrub(after, limit_bytes)
+        spaces = {space.ns_id: space for space in self._index.spaces()}
+        for ns_id, bad in step.bad_ranges():
+            if ns_id in spaces:
+                self._drop_from_disk(spaces[ns_id], bad)
+        if step.bad:
+            logger.warning("blocks on disk were wrong and are dropped: blocks=%d", len(step.bad))
+        return ScrubPage(
+            step.blocks, step.read_bytes, len(step.bad), step.repaired_slots, step.remaining_blocks, step.next_after
+        )
 
     def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
         """The log of what was stored and removed; see kvstore.api.KvStore."""
@@ -336,6 +367,21 @@ class Store:
             self._index.settle(freed)
         return freed is not None
 
+    def _drop_from_disk(self, space: Space, bad: SlotRange) -> None:
+        """Let blocks in some slots leave the disk unless somebody holds them; looks through the tree, in slices."""
+        next_id: int | None = 0
+        with self._room.lock:
+            while next_id is not None:
+                with self._index.lock:
+                    ids, next_id = space.tree.take_range(Tier.DISK, bad.first, bad.count, next_id)
+                try:
+                    self._index.prepare_keys(space, ids)
+                finally:
+                    with self._index.lock:
+                        freed = space.evict(ids, Tier.DISK)
+                        self._index.accounting.corrupt_blocks += ids.size
+                    self._index.settle(freed)
+
     def _drop_unheld(self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int) -> list[Freed]:
         """Cut off what a prompt has below a block but for what is held, a slice at a time; as Index.reap_all."""
         dropped: list[Freed] = []
@@ -365,14 +411,19 @@ def open_store(
     *,
     host_bytes: int,
     disk_bytes: int | None = None,
+    further_paths: Sequence[str | os.PathLike[str]] = (),
+    free_floor_bytes: int | None = None,
+    disk_kind: str = DISK_KIND,
     settings: StoreSettings | None = None,
     clock: Clock | None = None,
 ) -> Store:
     """Open a store in this process; `kvstore.open`.
 
     `path` is the data directory, made if it is missing and locked while open. `disk_bytes` is 10 GiB where there is
-    a path and 0 where there is none; with 0 there is no disk tier. Raises ConfigError for sizes that cannot be,
-    StorageError where the directory or the memory is not to be had.
+    a path and 0 where there is none; with 0 there is no disk tier. Blocks are spread over `further_paths` too, within
+    the same bytes; `free_floor_bytes` stay free on each file system (by default 1 GiB or 2 %, at most a tenth);
+    `disk_kind` names a tier that another package offers. Raises ConfigError for sizes that cannot be, StorageError
+    where the directory or the memory is not to be had.
     """
     if disk_bytes is None:
         disk_bytes = DEFAULT_DISK_BYTES if path is not None else 0
@@ -381,6 +432,10 @@ def open_store(
             raise ConfigError(f"{name} is {value!r}, expected a whole number of bytes, at least {least}")
     if disk_bytes and path is None:
         raise ConfigError(f"disk_bytes is {disk_bytes} but there is no path for it; name a data directory")
+    if further_paths and not disk_bytes:
+        raise ConfigError(
+            f"further_paths names {len(further_paths)} folders but there is no disk tier; give a path too"
+        )
     if 0 < disk_bytes < DISK_BYTES_MIN:
         raise ConfigError(f"disk_bytes is {disk_bytes}, expected at least {DISK_BYTES_MIN}, or 0 for no disk tier")
     clock = SystemClock() if clock is None else clock
@@ -390,7 +445,13 @@ def open_store(
     disk = None
     if disk_bytes and path is not None:
         try:
-            disk = DiskTier.open(Path(path), capacity_bytes=disk_bytes)
+            open_disk = DiskTier.open if disk_kind == DISK_KIND else find_factory(disk_kind)
+            disk = open_disk(
+                Path(path),
+                capacity_bytes=disk_bytes,
+                further_paths=[Path(further) for further in further_paths],
+                free_floor_bytes=free_floor_bytes,
+            )
         except BaseException:
             host.close()
             raise

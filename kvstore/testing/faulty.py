@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 from kvstore.tiers.file_io import FileIo, FileSystemSpace, SystemIo
 
 if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.tiers.base import Bytes1D
+
+
+_PAGE_BYTES = 4096
+_KEPT_SHARE = 0.5
 
 
 class IoCall(enum.Enum):
@@ -52,7 +58,8 @@ class _Rule:
 class FaultyIo:
     """A FileIo over real files whose calls fail as a test told them to. Thread-safe.
 
-    `cut_power()` undoes all slab writes since each file's last sync and lets every later call fail with EIO.
+    `cut_power()` undoes slab writes since each file's last sync, all of them or some pages, and lets every later call
+    fail with EIO.
     """
 
     def __init__(self, inner: FileIo | None = None) -> None:
@@ -80,15 +87,23 @@ class FaultyIo:
         with self._lock:
             self._rules.clear()
 
-    def cut_power(self) -> None:
-        """Lose what was not synced; from now on every call fails."""
+    def cut_power(self, kept: random.Random | None = None) -> None:
+        """Lose what was not synced; from now on every call fails.
+
+        With `kept`, half of the unsynced pages, chosen by it, have reached the medium all the same.
+        """
         with self._lock:
             self._powerless = True
+            settled: set[tuple[Path, int]] = set()
             for path, offset, content in reversed(self._unsynced):
-                if path.exists():
-                    with path.open("r+b") as file:
-                        file.seek(offset)
-                        file.write(content)
+                for start in range(0, len(content), _PAGE_BYTES):
+                    page = (path, (offset + start) // _PAGE_BYTES)
+                    if page in settled or (kept is not None and kept.random() < _KEPT_SHARE):
+                        settled.add(page)  # what was written there before is covered
+                    elif path.exists():
+                        with path.open("r+b") as file:
+                            file.seek(offset + start)
+                            file.write(content[start : start + _PAGE_BYTES])
             self._unsynced.clear()
 
     def open(self, path: Path, flags: int) -> int:
@@ -105,27 +120,32 @@ class FaultyIo:
             self._paths.pop(fd)
         self._inner.close(fd)
 
-    def read(self, fd: int, buffer: Bytes1D, offset: int) -> int:
+    def read(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
         """See FileIo."""
         rule = self._strike(IoCall.READ)
         if rule is None or rule.kept_bytes is None:
-            return self._inner.read(fd, buffer, offset)
+            return self._inner.read(fd, pieces, offset)
         with self._path(fd).open("rb") as file:
             file.seek(offset)
-            content = file.read(min(rule.kept_bytes, len(buffer)))
-        buffer[: len(content)] = memoryview(content)
+            content = file.read(min(rule.kept_bytes, sum(map(len, pieces))))
+        start = 0
+        for piece in pieces:
+            kept = content[start : start + len(piece)]
+            piece[: len(kept)] = memoryview(kept)
+            start += len(piece)
         return len(content)
 
-    def write(self, fd: int, data: Bytes1D, offset: int) -> int:
+    def write(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
         """See FileIo."""
+        size_bytes = sum(map(len, pieces))
         rule = self._strike(IoCall.WRITE)
-        self._remember(fd, offset, len(data))
+        self._remember(fd, offset, size_bytes)
         if rule is None or rule.kept_bytes is None:
-            return self._inner.write(fd, data, offset)
+            return self._inner.write(fd, pieces, offset)
         with self._path(fd).open("r+b") as file:
             file.seek(offset)
-            file.write(data[: rule.kept_bytes].tobytes())
-        return len(data) if rule.reported_whole else min(rule.kept_bytes, len(data))
+            file.write(b"".join(piece.tobytes() for piece in pieces)[: rule.kept_bytes])
+        return size_bytes if rule.reported_whole else min(rule.kept_bytes, size_bytes)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         """See FileIo."""

@@ -52,6 +52,33 @@ def test_what_was_flushed_is_found_on_disk_after_a_restart(tmp_path: Path) -> No
         assert store.stats().corrupt_blocks == 0
 
 
+class JumpingClock:
+    """Machine clocks of a node whose date is set, and which was restarted: each store has its own."""
+
+    def __init__(self, monotonic: float, unix: float) -> None:
+        self._monotonic = monotonic
+        self._unix = unix
+
+    def monotonic(self) -> float:
+        return self._monotonic
+
+    def unix(self) -> float:
+        self._unix = -self._unix  # a jump at every look
+        return self._unix
+
+
+def test_jumps_of_the_clock_lose_nothing(tmp_path: Path) -> None:
+    for seconds in (1e9, 5.0, 4e9, 0.0):
+        clock = JumpingClock(seconds, 4e9 - seconds)
+        with kvstore.open(tmp_path, host_bytes=HOST_BYTES, disk_bytes=DISK_BYTES, clock=clock) as store:
+            prompt = [*PROMPT, *range(int(seconds) % 1000, int(seconds) % 1000 + 4)]
+            store_prompt(store, NAMESPACE, prompt)
+            assert verified_blocks(store, NAMESPACE, PROMPT) == BLOCKS
+            assert verified_blocks(store, NAMESPACE, prompt) == BLOCKS + 1
+            assert store.stats().stored_blocks == (BLOCKS + 1 if seconds == 1e9 else 1 if seconds == 5.0 else 0)
+            assert store.verify().problems == ()
+
+
 def test_another_namespace_does_not_find_them(tmp_path: Path) -> None:
     with reopened(tmp_path) as store:
         store_prompt(store, NAMESPACE, PROMPT)

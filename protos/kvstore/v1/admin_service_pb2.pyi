@@ -91,3 +91,27 @@ class VerifyResponse(_message.Message):
     blocks: int
     problems: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ScrubRequest(_message.Message):
+    __slots__ = ("after", "limit_bytes")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    limit_bytes: int
+    def __init__(self, after: _Optional[int] = ..., limit_bytes: _Optional[int] = ...) -> None: ...
+
+class ScrubResponse(_message.Message):
+    __slots__ = ("blocks", "bytes", "dropped_blocks", "repaired_slots", "remaining_blocks", "next_after")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    bytes: int
+    dropped_blocks: int
+    repaired_slots: int
+    remaining_blocks: int
+    next_after: int
+    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., repaired_slots: _Optional[int] = ..., remaining_blocks: _Optional[int] = ..., next_after: _Optional[int] = ...) -> None: ...

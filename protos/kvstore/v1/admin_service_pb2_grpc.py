@@ -65,6 +65,11 @@ class AdminServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Scrub = channel.unary_unary(
+                '/kvstore.v1.AdminService/Scrub',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.ScrubRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ScrubResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -113,6 +118,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scrub(self, request, context):
+        """Reads some of the blocks that lie on disk, and drops what is not as it was written. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.VerifyRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__service__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Scrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scrub,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ScrubRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.ScrubResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +327,33 @@ class AdminService(object):
             '/kvstore.v1.AdminService/Verify',
             kvstore_dot_v1_dot_admin__service__pb2.VerifyRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__service__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/Scrub',
+            kvstore_dot_v1_dot_admin__service__pb2.ScrubRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.ScrubResponse.FromString,
             options,
             channel_credentials,
             insecure,

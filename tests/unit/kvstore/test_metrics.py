@@ -43,6 +43,7 @@ STATS = StoreStats(
     pins=14,
     index_bytes=4096,
     policy_bytes=2048,
+    quarantined_slots=7,
     what_if=(WhatIf("host", 0.5, 500, 0.25),),
 )
 
@@ -116,6 +117,7 @@ def test_each_store_metric_has_the_exact_value_of_the_store():
         ("kvstore_pins", ""): 14,
         ("kvstore_index_bytes", ""): 4096,
         ("kvstore_policy_bytes", ""): 2048,
+        ("kvstore_quarantined_slots", ""): 7,
         ("kvstore_what_if_capacity_bytes", "host,0.5"): 500,
         ("kvstore_what_if_hit_ratio", "host,0.5"): 0.25,
     }

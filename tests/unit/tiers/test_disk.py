@@ -210,7 +210,7 @@ def test_starts_are_counted(disk: Disk) -> None:
     ("name", "offset", "content"),
     [
         ("superblock", 0, b"SOMEBODY"),
-        ("superblock", 8, b"\x02"),
+        ("superblock", 8, b"\x03"),
         ("superblock", 20, b"\xff"),
         ("slabs/slab-00000000.kvs", 8, b"\x02"),
         ("secret", 32, b"x"),
@@ -262,7 +262,7 @@ def test_a_closed_tier_leaves_the_directory_to_others(disk: Disk, blocks: Blocks
 
 
 def test_a_file_system_without_direct_io_works_too(disk: Disk, blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.tiers.slab_folder._direct_io_works", lambda io, probe: False)
+    monkeypatch.setattr("kvstore.tiers.slab_volume._direct_io_works", lambda io, probe: False)
     tier = disk.open()
     pool = blocks.pool(tier)
     assert not tier.direct_io

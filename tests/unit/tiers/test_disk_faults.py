@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,12 +14,11 @@ import pytest
 
 from kvstore.errors import StorageError
 from kvstore.testing.faulty import FaultyIo, IoCall
+from kvstore.tiers import disk_opening
 from kvstore.tiers.file_io import FileSystemSpace, SystemIo
 from kvstore.tiers.manifest import Manifest
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import Blocks, Disk
 
 MIB = 1 << 20
@@ -222,6 +224,44 @@ def test_what_was_flushed_survives_a_power_cut(disk: Disk, blocks: Blocks, io: F
     }
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_after_a_power_cut_that_kept_some_pages_each_block_is_right_or_a_miss(
+    disk: Disk, blocks: Blocks, io: FaultyIo, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    tier = disk.open(io=io)
+    pool = blocks.pool(tier)
+    first, second = list(range(20)), list(range(20, 40))
+    slots = blocks.store(pool, [*first, *second])
+    tier.flush()
+    pool.free(slots[20:])
+    third = list(range(100, 130))
+    blocks.store(pool, third)
+    io.cut_power(random.Random(seed))
+    tier.close()
+    monkeypatch.setattr(disk_opening, "boot_id", lambda: b"another boot 123")
+    found = blocks.recovered(disk.open())
+    assert set(first) <= {number for number, good in found.items() if good}
+    assert set(found) <= {*first, *second, *third}
+
+
+@pytest.mark.parametrize("call", list(IoCall))
+def test_a_start_that_fails_leaves_no_descriptor_and_no_lock(
+    disk: Disk, blocks: Blocks, io: FaultyIo, call: IoCall
+) -> None:
+    tier = disk.open()
+    blocks.store(blocks.pool(tier), NUMBERS)
+    tier.close()
+    (disk.path / "slabs" / "slab-00000099.kvs.new").write_bytes(b"")
+    before = set(Path("/proc/self/fd").iterdir())
+    for skip in range(12):
+        io.fail(call, errno.EIO, skip=skip)
+        with contextlib.suppress(StorageError):
+            disk.open(io=io).close()
+        io.heal()
+        assert len(before) == len(set(Path("/proc/self/fd").iterdir()))
+    assert len(blocks.recovered(disk.open())) in (0, len(NUMBERS))
+
+
 def test_a_clear_survives_a_power_cut(disk: Disk, blocks: Blocks, io: FaultyIo) -> None:
     tier = disk.open(io=io)
     blocks.store(blocks.pool(tier), [1, 2])
@@ -253,6 +293,22 @@ def test_random_faults_leak_no_buffer_and_give_no_wrong_byte(disk: Disk, blocks:
         pool.free(slots)
     assert 0 == tier.busy_buffers
     assert pool.quarantined_slots == pool.used_slots
+
+
+def test_slabs_that_come_and_go_and_fail_leave_no_descriptor(disk: Disk, blocks: Blocks, io: FaultyIo) -> None:
+    tier = disk.open(io=io)
+    pool = blocks.pool(tier)
+    before = len(set(Path("/proc/self/fd").iterdir()))
+    for turn in range(30):
+        io.fail(list(IoCall)[turn % len(IoCall)], errno.EIO, skip=turn % 3)
+        pool.free(pool.allocate(120))
+        io.heal()
+        for slot_range in pool.ranges():
+            pool.give_back(slot_range)
+    tier.scrub(0, 1 << 30)
+    for slot_range in pool.ranges():
+        pool.give_back(slot_range)
+    assert (before, 0) == (len(set(Path("/proc/self/fd").iterdir())), pool.used_slots)
 
 
 def test_one_bad_write_costs_one_block(disk: Disk, blocks: Blocks, io: FaultyIo) -> None:
@@ -289,7 +345,7 @@ def test_a_small_file_system_is_filled_down_to_its_floor(disk: Disk, blocks: Blo
 
 @pytest.mark.parametrize(
     ("total_bytes", "floor_bytes"),
-    [(100 * MIB, 10 * MIB), (2048 * MIB, 64 * MIB), (1 << 40, (1 << 40) // 100)],
+    [(100 * MIB, 10 * MIB), (20 << 30, 1 << 30), (1 << 40, (1 << 40) // 50)],
 )
 def test_the_usual_floor_follows_the_size_of_the_file_system(
     disk: Disk, blocks: Blocks, total_bytes: int, floor_bytes: int

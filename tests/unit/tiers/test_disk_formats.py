@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvstore.errors import StorageFormatError
 from kvstore.tiers.base import BlockIdentity
+from kvstore.tiers.checksum import sealed
 from kvstore.tiers.header import BlockHeader, header_pages_bytes, packed_bytes, unpack_header
 from kvstore.tiers.manifest import parse_row_key, row_key
 from kvstore.tiers.slab import SlabHeader, slot_geometry, unpack_slab_header
-from kvstore.tiers.superblock import Superblock, load_superblock
+from kvstore.tiers.superblock import FolderRecord, Superblock, load_superblock
 
 IDENTITY = BlockIdentity(b"r" * 16, b"p" * 16, b"k" * 16, b"".join(n.to_bytes(4, "little") for n in range(16)))
 HEADER = BlockHeader(
@@ -29,7 +31,19 @@ HEADER = BlockHeader(
     payload_digest=0x0123456789ABCDEF,
 )
 SLAB_HEADER = SlabHeader(3, b"n" * 16, 50, (5000, 333), 16)
-SUPERBLOCK = Superblock(4, b"b" * 16, clean=True, generations={b"o" * 16: 1, b"n" * 16: 5})
+SUPERBLOCK = Superblock(
+    4,
+    b"b" * 16,
+    clean=True,
+    generations={b"o" * 16: 1, b"n" * 16: 5},
+    quarantined=frozenset({(3, 9), (3, 1)}),
+    folders=(FolderRecord(1, was_present=True, folder_id=b"f" * 16, path="/mnt/other"),),
+)
+# As version 1 had it, without quarantined slots and further folders.
+SUPERBLOCK_1 = (
+    b"KVSSUPER\x01\0\0\0\x01\0\0\0\x04\0\0\0\0\0\0\0" + b"b" * 16 + b"\x02\0\0\0\0\0\0\0"
+    + b"n" * 16 + b"\x05\0\0\0\0\0\0\0" + b"o" * 16 + b"\x01\0\0\0\0\0\0\0"
+)  # fmt: skip
 
 
 def digest_of(data: bytes) -> str:
@@ -54,8 +68,15 @@ def test_the_slab_header_is_as_documented() -> None:
 
 def test_the_superblock_is_as_documented() -> None:
     packed = SUPERBLOCK.pack()
-    assert 48 + 2 * 24 + 8 == len(packed)
-    assert "b7d9ed028ac75f95" == digest_of(packed)
+    assert 56 + 2 * 24 + 2 * 8 + 28 + 10 + 8 == len(packed)
+    assert "5215186229032bcb" == digest_of(packed)
+
+
+def test_a_superblock_of_version_1_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "superblock"
+    path.write_bytes(sealed(SUPERBLOCK_1))
+    assert "b7d9ed028ac75f95" == digest_of(path.read_bytes())
+    assert replace(SUPERBLOCK, quarantined=frozenset(), folders=()) == load_superblock(path)
 
 
 def test_a_header_comes_back_with_whatever_pads_its_page() -> None:

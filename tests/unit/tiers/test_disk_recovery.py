@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.testing.faulty import FaultyIo
-from kvstore.tiers import disk as disk_module
-from kvstore.tiers import manifest
+from kvstore.tiers import disk_opening, manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -244,17 +243,63 @@ def test_an_index_of_noise_is_rebuilt(disk: Disk, blocks: Blocks) -> None:
     assert 1 == tier.faults["lost_index"]
 
 
-def test_foreign_rows_are_ignored(disk: Disk, blocks: Blocks) -> None:
+@pytest.mark.parametrize("kind", ["of another slot", "odd key", "damaged", "beyond the slab"])
+def test_a_row_that_cannot_be_means_a_rebuild(disk: Disk, blocks: Blocks, kind: str) -> None:
     tier = disk.open()
     blocks.store(blocks.pool(tier), [1, 2])
     tier.close()
     with lmdb.open(str(disk.path / "index"), lock=False) as env, env.begin(write=True) as transaction:
         value = transaction.get(manifest.row_key(0, 1))
-        transaction.put(manifest.row_key(0, 0), value)
-        transaction.put(manifest.row_key(9, 1), value)
-        transaction.put(b"odd", b"row")
-        transaction.put(manifest.row_key(0, 7), value[:-1] + b"\0")
-    assert {2: True} == blocks.recovered(disk.open())
+        key, row = {
+            "of another slot": (manifest.row_key(0, 0), value),
+            "odd key": (b"odd", value),
+            "damaged": (manifest.row_key(0, 7), value[:-1] + b"\0"),
+            "beyond the slab": (manifest.row_key(0, 1 << 20), value),
+        }[kind]
+        transaction.put(key, row)
+    tier = disk.open()
+    assert {1: True, 2: True} == blocks.recovered(tier)
+    assert {"lost_index": 1} == tier.faults
+
+
+def test_rows_of_a_slab_that_is_gone_are_ignored(disk: Disk, blocks: Blocks) -> None:
+    tier = disk.open()
+    blocks.store(blocks.pool(tier), [1, 2])
+    tier.close()
+    with lmdb.open(str(disk.path / "index"), lock=False) as env, env.begin(write=True) as transaction:
+        transaction.put(manifest.row_key(9, 1), transaction.get(manifest.row_key(0, 1)))
+    tier = disk.open()
+    assert {1: True, 2: True} == blocks.recovered(tier)
+    assert {} == tier.faults
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bits_flipped_anywhere_in_the_index_cost_no_right_answer(disk: Disk, blocks: Blocks, seed: int) -> None:
+    tier = disk.open()
+    blocks.store(blocks.pool(tier), list(range(60)))
+    tier.close()
+    generator = np.random.default_rng(seed)
+    path = disk.path / "index" / "data.mdb"
+    content = np.frombuffer(path.read_bytes(), dtype=np.uint8).copy()
+    places = generator.integers(0, len(content), 1 + 40 * seed)
+    content[places] ^= (1 << generator.integers(0, 8, len(places))).astype(np.uint8)
+    path.write_bytes(content.tobytes())
+    found = blocks.recovered(disk.open())
+    assert all(found.values())
+    assert set(found) <= set(range(60))
+
+
+def test_an_index_of_another_version_is_rebuilt(disk: Disk, blocks: Blocks) -> None:
+    tier = disk.open()
+    blocks.store(blocks.pool(tier), [1, 2])
+    tier.close()
+    with (disk.path / "index" / "data.mdb").open("r+b") as file:
+        for page in (0, 1):  # both of LMDB's meta pages, behind the page header and the magic number
+            file.seek(page * 4096 + 16 + 4)
+            file.write(b"\x63")
+    tier = disk.open()
+    assert {1: True, 2: True} == blocks.recovered(tier)
+    assert {"lost_index": 1} == tier.faults
 
 
 def test_a_reader_that_hangs_or_dies_means_a_rebuild(
@@ -282,8 +327,8 @@ def test_after_another_boot_without_a_clean_stop_the_index_is_not_opened(
     blocks.store(pool, [3, 4])
     io.cut_power()
     tier.close()
-    monkeypatch.setattr(disk_module, "boot_id", lambda: b"another boot 123")
-    monkeypatch.setattr(disk_module, "read_rows", lambda path: pytest.fail("the index was opened"))
+    monkeypatch.setattr(disk_opening, "boot_id", lambda: b"another boot 123")
+    monkeypatch.setattr(disk_opening, "read_rows", lambda path: pytest.fail("the index was opened"))
     tier = disk.open()
     assert {1: True, 2: True} == blocks.recovered(tier)
     assert 1 == tier.faults["lost_index"]
@@ -295,7 +340,7 @@ def test_after_a_clean_stop_another_boot_trusts_the_index(
     tier = disk.open()
     blocks.store(blocks.pool(tier), [1])
     tier.close()
-    monkeypatch.setattr(disk_module, "boot_id", lambda: b"another boot 123")
+    monkeypatch.setattr(disk_opening, "boot_id", lambda: b"another boot 123")
     tier = disk.open()
     assert {1: True} == blocks.recovered(tier)
     assert {} == tier.faults

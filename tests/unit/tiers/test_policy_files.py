@@ -15,6 +15,7 @@ from kvstore.tiers.file_io import SystemIo
 from kvstore.tiers.policy_files import PolicyFiles
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.tiers.base import Bytes1D
@@ -41,8 +42,8 @@ while True:
 class FullDisk(SystemIo):
     """Takes half of what it is given, and then no more."""
 
-    def write(self, fd: int, data: Bytes1D, offset: int) -> int:
-        super().write(fd, data[: data.size // 2], offset)
+    def write(self, fd: int, pieces: Sequence[Bytes1D], offset: int) -> int:
+        super().write(fd, [piece[: piece.size // 2] for piece in pieces], offset)
         raise OSError(errno.ENOSPC, "no space")
 
 

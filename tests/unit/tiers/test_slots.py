@@ -115,6 +115,15 @@ class SlotMapMachine(RuleBasedStateMachine):
         self.free -= set(expected)
         self.used |= set(expected)
 
+    @rule(count=st.integers(0, 9), data=st.data())
+    def take_within(self, count: int, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.slots.ranges()))) if self.slots.ranges() else []
+        within = {n for item in chosen for n in range(item.first, item.first + item.count)}
+        expected = sorted(self.free & within)[:count]
+        assert expected == self.slots.take(count, within={item.first for item in chosen}).tolist()
+        self.free -= set(expected)
+        self.used |= set(expected)
+
     @precondition(lambda self: self.used)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

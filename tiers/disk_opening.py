@@ -1,0 +1,152 @@
+"""Opening a data directory: lock, folders, slabs, and the blocks that they hold."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.directory import boot_id
+from kvstore.tiers.disk_pool import DiskServices
+from kvstore.tiers.faults import DiskFault, FaultCounts
+from kvstore.tiers.further_folders import FOLDERS_MAX, FolderSet
+from kvstore.tiers.manifest import Manifest, read_rows, row_key
+from kvstore.tiers.recovery import blocks_from_rows, blocks_from_slabs, newest_copies
+from kvstore.tiers.slab_folder import SlabFolder
+from kvstore.tiers.slab_volume import NUMBER_BITS, SlabVolume
+from kvstore.tiers.superblock import Superblock, SuperblockFile, load_superblock
+from kvstore.tiers.transfer import SlotTransfer
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+    from pathlib import Path
+
+    from kvstore.tiers.directory import DataDirectory
+    from kvstore.tiers.file_io import FileIo
+    from kvstore.tiers.recovery import FoundBlock
+    from kvstore.tiers.slab import Slab
+
+# Sequences carry the start count above these bits, so that they rise over restarts without being written anywhere.
+_SEQUENCE_BITS = 40
+# LMDB's hard limit, a share of the capacity; the slab folder reckons with less for the rows of its slots.
+_INDEX_SHARE = 8
+_INDEX_MAP_BYTES_MIN = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """How a tier is opened; see DiskTier.open."""
+
+    capacity_bytes: int
+    further_paths: tuple[Path, ...]
+    free_floor_bytes: int | None
+    io_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFiles:
+    """An open data directory, its slabs and the blocks found in them."""
+
+    directory: DataDirectory
+    folders: FolderSet
+    services: DiskServices
+    secret: bytes
+    slabs: list[Slab]
+    _blocks: dict[int, list[FoundBlock]]
+
+    def blocks_of(self, slab: Slab) -> list[FoundBlock]:
+        """The blocks of a slab."""
+        return self._blocks.get(slab.number, [])
+
+    def quarantined_in(self, slab: Slab) -> list[int]:
+        """Slot numbers of a slab that are not to be used."""
+        places = self.services.superblock.current.quarantined
+        return sorted(slot for number, slot in places if number == slab.number)
+
+
+def open_files(directory: DataDirectory, settings: DiskSettings, io: FileIo, undo: ExitStack) -> DiskFiles:
+    """Find what a locked directory and its further folders hold, write a new index of it, and count the start.
+
+    `undo` closes what was opened, the directory included. Raises OSError, StorageError or StorageFormatError.
+    """
+    undo.callback(directory.close)
+    if len(settings.further_paths) > FOLDERS_MAX:
+        raise ConfigError(f"{len(settings.further_paths)} further folders are named, expected at most {FOLDERS_MAX}")
+    faults = FaultCounts()
+    before = load_superblock(directory.superblock_path)
+    secret = directory.secret(io)
+    folders = FolderSet(io, secret, before.folders if before is not None else (), faults)
+    undo.callback(folders.close)
+    for path in settings.further_paths:
+        folders.open(path)
+    places = [(0, directory.slabs_path), *((folder.label.number, folder.slabs_path) for folder in folders.folders)]
+    volumes = [
+        SlabVolume(io, path, faults, number=number, free_floor_bytes=settings.free_floor_bytes)
+        for number, path in places
+    ]
+    folder = SlabFolder(volumes, faults, capacity_bytes=settings.capacity_bytes)
+    undo.callback(folder.close)
+    transfer = SlotTransfer(io, faults, settings.io_threads * len(volumes))
+    undo.callback(transfer.close)
+    slabs = folder.open_all()
+    if before is None:
+        # Without clear generations nobody knows which blocks may be served.
+        for slab in slabs:
+            folder.remove(slab)
+        slabs, before = [], Superblock(0, b"\0" * 16, clean=True)
+    found = _find_blocks(directory, before, slabs, transfer, folders)
+    kept, superseded = newest_copies(block for block in found if block.place not in before.quarantined)
+    manifest = Manifest(directory.index_path, max(_INDEX_MAP_BYTES_MIN, settings.capacity_bytes // _INDEX_SHARE))
+    undo.callback(manifest.close)
+    rows = [(row_key(block.slab.number, block.index), block.header.pack()) for block in kept]
+    if not manifest.put(sorted(rows)):
+        faults.add(DiskFault.INDEX_FULL)
+    for block in superseded:
+        transfer.erase(block.slab, [block.index])
+    superblock = SuperblockFile(io, directory.superblock_path, _next_start(before, slabs, folders))
+    next_sequence = itertools.count(superblock.current.start_count << _SEQUENCE_BITS).__next__
+    services = DiskServices(folder, transfer, manifest, superblock, faults, next_sequence)
+    blocks: dict[int, list[FoundBlock]] = {}
+    for block in kept:
+        blocks.setdefault(block.slab.number, []).append(block)
+    return DiskFiles(directory, folders, services, secret, slabs, blocks)
+
+
+def _next_start(before: Superblock, slabs: list[Slab], folders: FolderSet) -> Superblock:
+    """The superblock of this start. Slots in quarantine are forgotten with their slab, unless that is not there now."""
+    slot_counts = {slab.number: slab.header.slot_count for slab in slabs}
+    absent = {record.number for record in folders.records() if not record.was_present}
+    return replace(
+        before,
+        start_count=before.start_count + 1,
+        boot_id=boot_id(),
+        clean=False,
+        quarantined=frozenset(
+            (slab, slot)
+            for slab, slot in before.quarantined
+            if slot < slot_counts.get(slab, 0) or slab >> NUMBER_BITS in absent
+        ),
+        folders=folders.records(),
+    )
+
+
+def _find_blocks(
+    directory: DataDirectory, before: Superblock, slabs: list[Slab], transfer: SlotTransfer, folders: FolderSet
+) -> list[FoundBlock]:
+    """From the index if it can be trusted, else from the headers.
+
+    After another boot without a clean stop the index may have any mixture of old and new pages. Of folders that were
+    not there at the last start it says nothing.
+    """
+    trusted = before.clean or before.boot_id == boot_id()
+    rows = read_rows(directory.index_path) if trusted and slabs else None
+    returned = folders.returned()
+    listed = {slab.number: slab for slab in slabs if slab.number >> NUMBER_BITS not in returned}
+    found = None if rows is None else blocks_from_rows(rows, listed, before.generations)
+    if found is None:
+        if slabs:
+            transfer.faults.add(DiskFault.LOST_INDEX)
+        return blocks_from_slabs(slabs, transfer, before.generations)
+    unlisted = [slab for slab in slabs if slab.number not in listed]
+    return [*found, *blocks_from_slabs(unlisted, transfer, before.generations)]
