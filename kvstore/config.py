@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
+from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size, parse_duration, parse_size
-from kvstore.types import FIELD_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import hashing
-from kvstore.errors import NoSpaceError
+from kvstore.errors import InvalidLayoutError, NoSpaceError
 from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
@@ -184,6 +184,8 @@ class Index:
     def _make_space(self, namespace: Namespace) -> Space:
         ns_id = self.namespace_id(namespace)
         layout = namespace.layout
+        if layout.groups:
+            raise InvalidLayoutError("layout.groups: this store keeps full attention only; leave the other layers out")
         saved = self._snapshots.load(SnapshotOwner(self.settings.eviction_policy, ns_id, layout.block_tokens))
         quota = self.settings.quota(namespace)
         disk_pool = None

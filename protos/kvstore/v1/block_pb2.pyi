@@ -31,7 +31,7 @@ EVENT_KIND_REMOVED: EventKind
 EVENT_KIND_CLEARED: EventKind
 
 class KvLayout(_message.Message):
-    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "kv_form", "axis_order", "rope", "quantisation", "tensor_parallel", "pipeline_parallel", "engine", "engine_layout")
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "kv_form", "axis_order", "rope", "quantisation", "tensor_parallel", "pipeline_parallel", "engine", "engine_layout", "groups", "ranks")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,8 @@ class KvLayout(_message.Message):
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     layers: int
     kv_heads: int
     head_dim: int
@@ -58,7 +60,45 @@ class KvLayout(_message.Message):
     pipeline_parallel: int
     engine: str
     engine_layout: int
-    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., kv_form: _Optional[str] = ..., axis_order: _Optional[str] = ..., rope: _Optional[str] = ..., quantisation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., engine: _Optional[str] = ..., engine_layout: _Optional[int] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., kv_form: _Optional[str] = ..., axis_order: _Optional[str] = ..., rope: _Optional[str] = ..., quantisation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., engine: _Optional[str] = ..., engine_layout: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LayerGroup(_message.Message):
+    __slots__ = ("sliding_window", "recurrent")
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    RECURRENT_FIELD_NUMBER: _ClassVar[int]
+    sliding_window: SlidingWindow
+    recurrent: Recurrent
+    def __init__(self, sliding_window: _Optional[_Union[SlidingWindow, _Mapping]] = ..., recurrent: _Optional[_Union[Recurrent, _Mapping]] = ...) -> None: ...
+
+class SlidingWindow(_message.Message):
+    __slots__ = ("layers", "window", "kv_heads", "head_dim", "dtype", "kv_form")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_FORM_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    window: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    kv_form: str
+    def __init__(self, layers: _Optional[int] = ..., window: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_form: _Optional[str] = ...) -> None: ...
+
+class Recurrent(_message.Message):
+    __slots__ = ("layers", "state_bytes", "heads", "form")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    state_bytes: int
+    heads: int
+    form: str
+    def __init__(self, layers: _Optional[int] = ..., state_bytes: _Optional[int] = ..., heads: _Optional[int] = ..., form: _Optional[str] = ...) -> None: ...
 
 class Namespace(_message.Message):
     __slots__ = ("tenant", "model", "revision", "layout")
