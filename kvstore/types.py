@@ -20,6 +20,8 @@ from kvstore.layer_groups import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -32,6 +34,7 @@ BLOCK_TOKENS_MAX = 4096
 PARTS_MAX = 256
 GROUPS_MAX = 8
 RANKS_MAX = 4096
+TURN_ENDS_MAX = 4096
 
 
 class Tier(enum.IntEnum):
@@ -297,7 +300,8 @@ class StoreStats:
 
     `hit_tokens` and `loaded_tokens` are by tier name, `rejected_blocks` and `evicted_blocks` by reason, `disk_faults`
     by kind: what the disk did wrong, each a miss or a refused store. `what_if` is empty until a tier is full,
-    and with an eviction policy that does not rehearse.
+    and with an eviction policy that does not rehearse. `sparse_blocks` have parts of a layer group, and count once for
+    each; `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
     """
 
     tiers: dict[str, TierStats]
@@ -318,6 +322,8 @@ class StoreStats:
     index_bytes: int
     policy_bytes: int
     what_if: tuple[WhatIf, ...] = ()
+    sparse_blocks: int = 0
+    shortened_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +346,19 @@ def require_seconds(seconds: object, name: str) -> float:
     if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < SECONDS_MAX:
         return float(seconds)
     raise InvalidArgumentError(f"{name} is {seconds!r}, expected seconds, at least 0 and below 1e9, or None for never")
+
+
+def require_turn_ends(turn_ends: Iterable[object], prompt_tokens: int) -> tuple[int, ...]:
+    """The ends of a prompt's turns, in tokens; raises InvalidArgumentError where they cannot be."""
+    ends = tuple(turn_ends)
+    if len(ends) > TURN_ENDS_MAX:
+        raise InvalidArgumentError(f"turn_ends has {len(ends)} ends, expected at most {TURN_ENDS_MAX}")
+    checked = []
+    for end in ends:
+        if not isinstance(end, int) or isinstance(end, bool) or not 0 <= end <= prompt_tokens:
+            raise InvalidArgumentError(f"a turn ends at {end!r}, expected 0..{prompt_tokens} tokens")
+        checked.append(end)
+    return tuple(checked)
 
 
 def require_root(root: object) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.duration_pb2 import Duration
 
+    from kvstore.api import Stage
     from kvstore.layer_groups import LayerGroup
     from kvstore.types import TokenArray
 
@@ -53,6 +54,8 @@ _SIMPLE_STATS = (
     "pins",
     "index_bytes",
     "policy_bytes",
+    "sparse_blocks",
+    "shortened_tokens",
 )
 _MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults")
 
@@ -147,6 +150,25 @@ def runs_to_proto(runs: Iterable[TierRun]) -> list[block_pb2.TierRun]:
 def runs_from_proto(messages: Iterable[block_pb2.TierRun]) -> tuple[TierRun, ...]:
     """Runs of one match."""
     return tuple(TierRun(Tier(message.tier), message.blocks) for message in messages)
+
+
+def stage_to_proto(stage: Stage, layout: KvLayout) -> cache_service_pb2.StageResponse:
+    """What a stage wants."""
+    message = cache_service_pb2.StageResponse(from_block=stage.from_block, blocks=stage.blocks)
+    for part in range(layout.part_count, len(layout.parts)):
+        runs = stage.wanted(part)
+        message.sparse.add(first_blocks=[run.start for run in runs], blocks=[len(run) for run in runs])
+    return message
+
+
+def wanted_from_proto(message: cache_service_pb2.StageResponse, layout: KvLayout) -> dict[int, tuple[range, ...]]:
+    """By sparse part, the blocks of which it is wanted."""
+    return {
+        layout.part_count + number: tuple(
+            range(first, first + count) for first, count in zip(wanted.first_blocks, wanted.blocks, strict=True)
+        )
+        for number, wanted in enumerate(message.sparse)
+    }
 
 
 def commit_to_proto(result: CommitResult) -> cache_service_pb2.CommitResponse:

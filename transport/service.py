@@ -223,12 +223,14 @@ class CacheService:
         stage = await self._state.short.run(
             lambda: session.stages.open(
                 request.stage_id,
-                lambda: self._store.stage(namespace, tokens, root=root, from_block=request.from_block),
+                lambda: self._store.stage(
+                    namespace, tokens, root=root, from_block=request.from_block, turn_ends=request.turn_ends
+                ),
                 namespace.layout,
             ),
             undo=lambda _: session.stages.end(request.stage_id),
         )
-        return pb.StageResponse(from_block=stage.from_block, blocks=stage.blocks)
+        return convert.stage_to_proto(stage, namespace.layout)
 
     async def write(self, requests: AsyncIterator[pb.WriteRequest | memoryview]) -> pb.WriteResponse:
         """Write the rows of each frame as it comes."""

@@ -69,6 +69,19 @@ class RoomMaker:
             return "not_worth"
         return "quota" if space.host.at_limit else "host_full"
 
+    def return_extent(self, space: Space, tier: Tier) -> bool:
+        """Have a tier get back an extent or slab that sparse parts of a space can take; `lock` must be held.
+
+        One in which nothing is used, else one of dense blocks, of the space that gives first. False if none could.
+        """
+        if _give_back_idle(pool for other in self._index.spaces() for pool in other.pools(tier)):
+            return True
+        if tier is Tier.DISK and self._drop_unclaimed():
+            return True
+        with self._index.lock:
+            givers = self._index.givers(tier, space)[:_GIVERS_MAX]
+        return any(self._reclaim(giver.space, tier, inf) for giver in givers)
+
     def flush(self) -> None:
         """Write every committed block that is in host memory alone to disk, as far as the disk has room."""
         disk = self._index.disk
@@ -102,7 +115,7 @@ class RoomMaker:
 
     def _free_host(self, space: Space, path: BlockIds, wanted: int) -> bool:
         """Let some blocks leave host memory; false if none could."""
-        others = [other.host for other in self._index.spaces() if other is not space]
+        others = [pool for other in self._index.spaces() for pool in other.pools(Tier.HOST) if pool is not space.host]
         if (not space.host.at_limit and _give_back_idle(others)) or self._free_condemned():
             return True
         with self._index.lock:
@@ -203,7 +216,7 @@ class RoomMaker:
 
     def _free_disk(self, space: Space, wanted: int) -> bool:
         """Let some blocks leave the disk; false if none could."""
-        others = [other.disk for other in self._index.spaces() if other is not space and other.disk is not None]
+        others = [pool for other in self._index.spaces() for pool in other.pools(Tier.DISK) if pool is not space.disk]
         if space.disk is not None and not space.disk.at_limit and (_give_back_idle(others) or self._drop_unclaimed()):
             return True
         return self._free_condemned() or self._free(space, Tier.DISK, wanted, inf)
