@@ -163,10 +163,17 @@ class KvStore(Protocol):
         root: Root | None = None,
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
+        rank: int | None = None,
     ) -> Stage:
         """Begin to store the blocks [from_block, whole blocks of tokens).
 
         `turn_ends`, in tokens, say where the turns of a conversation end: sparse parts are kept there.
+
+        With `rank`, the caller is one of several writers (`KvLayout.writers`), most often each in a process of its own,
+        that all stage the same prompt: the first opens a stage and the others join it. Each writes its own parts, by
+        `part`, and commits. The last commit makes the blocks visible; those before it answer 0 blocks. If one of them
+        aborts, or its session ends before it has committed, the stage is aborted for all, and a rank that stays away
+        for longer than `stage_seconds_max` aborts it too. Raises InvalidArgumentError for a rank that writes nothing.
 
         Blocks present, or staged by someone else, are left out (single-flight). The stage is shortened to what the
         host tier and the namespace's quota have room for, and is empty if block `from_block` - 1 is missing.

@@ -361,6 +361,23 @@ def require_turn_ends(turn_ends: Iterable[object], prompt_tokens: int) -> tuple[
     return tuple(checked)
 
 
+def require_writer(layout: KvLayout, rank: object) -> int:
+    """Raise InvalidArgumentError unless a rank writes parts of this layout."""
+    if isinstance(rank, int) and not isinstance(rank, bool) and rank in layout.writers:
+        return rank
+    raise InvalidArgumentError(
+        f"rank is {rank!r}, expected one that writes: {', '.join(map(str, layout.writers))}; what the others have is "
+        "written by those, or belongs to another part set"
+    )
+
+
+def require_own_part(layout: KvLayout, rank: int, part: int | None) -> None:
+    """Raise InvalidArgumentError unless this part is named and the rank's own."""
+    own = [number for number, found in enumerate(layout.parts) if found.writer == rank]
+    if part not in own and not (part is None and layout.writers == (rank,)):
+        raise InvalidArgumentError(f"part is {part}, expected one that rank {rank} writes: {', '.join(map(str, own))}")
+
+
 def require_root(root: object) -> None:
     """Raise InvalidNamespaceError unless it is a Root or None."""
     if root is not None and not isinstance(root, Root):

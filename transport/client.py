@@ -21,7 +21,15 @@ from kvstore.transport.link import CACHE, Deadlines, Lookup
 from kvstore.transport.remote import RemoteLease, RemoteStage
 from kvstore.transport.wire_dial import NoFastLaneError
 from kvstore.transport.wire_link import WireLink
-from kvstore.types import PLAIN_ROOT, PrefixMatch, Verification, require_seconds, require_turn_ends
+from kvstore.types import (
+    PLAIN_ROOT,
+    PrefixMatch,
+    Verification,
+    require_namespace,
+    require_seconds,
+    require_turn_ends,
+    require_writer,
+)
 from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -105,11 +113,15 @@ class Client:
         root: Root | None = None,
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
+        rank: int | None = None,
     ) -> RemoteStage:
         """Begin to store."""
         prompt = as_token_array(tokens)
         _check_range(from_block, _UINT32_MAX, "from_block")
         request = pb.StageRequest(from_block=from_block, turn_ends=require_turn_ends(turn_ends, prompt.size))
+        if rank is not None:
+            require_namespace(namespace)
+            request.rank = require_writer(namespace.layout, rank)
 
         def attempt(connection: Link) -> RemoteStage:
             request.prompt.CopyFrom(convert.prompt_to_proto(connection.ns_id(namespace), root, prompt))

@@ -9,7 +9,7 @@ from kvstore.buffers import readable_rows, writable_rows
 from kvstore.errors import ClosedError, InvalidArgumentError, UnavailableError
 from kvstore.transport import convert
 from kvstore.transport.link import CACHE
-from kvstore.types import LoadResult
+from kvstore.types import LoadResult, require_own_part
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class RemoteStage:
         self._connection = connection
         self._layout = layout
         self._requested_from = request.from_block
+        self._rank = request.rank if request.HasField("rank") else None
         self._stage_id = connection.new_id()
         self._open = _OpenFlag("stage")
         request.session_id, request.stage_id = connection.session.session_id, self._stage_id
@@ -132,6 +133,8 @@ class RemoteStage:
         first = self._requested_from if from_block is None else from_block
         if first < 0:
             raise InvalidArgumentError(f"from_block is {first}, expected at least 0")
+        if self._rank is not None:
+            require_own_part(self._layout, self._rank, part)
         self._open.check()
         taken = 0
         for run in self.wanted(0 if part is None else part):

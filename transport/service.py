@@ -224,7 +224,12 @@ class CacheService:
             lambda: session.stages.open(
                 request.stage_id,
                 lambda: self._store.stage(
-                    namespace, tokens, root=root, from_block=request.from_block, turn_ends=request.turn_ends
+                    namespace,
+                    tokens,
+                    root=root,
+                    from_block=request.from_block,
+                    turn_ends=request.turn_ends,
+                    rank=request.rank if request.HasField("rank") else None,
                 ),
                 namespace.layout,
             ),

@@ -65,7 +65,7 @@ class StoreStage:
         self._space = space
         self.root_key = root_key
         self.prompt = prompt
-        self._requested_from = requested_from
+        self.requested_from = requested_from
         self._points = points
         self._sparse = SparseWrites(space, mover)
         self._forget = forget
@@ -86,10 +86,10 @@ class StoreStage:
         """
         with self._lock:
             self._path = path
-            self._present = present if path.size else self._requested_from
+            self._present = present if path.size else self.requested_from
             if not self._open:
                 self._finish(0, [])
-            self._check_open()
+            self.check_open()
             missing = self.prompt.size // self._space.layout.block_tokens - self._present
             if path.size:
                 self._slots = room.reserve(self._space, path, missing)
@@ -100,7 +100,7 @@ class StoreStage:
     def _drop_refused(self, room: RoomMaker) -> None:
         with self._index.lock:
             accounting = self._index.accounting
-            accounting.present_blocks += self._present - self._requested_from
+            accounting.present_blocks += self._present - self.requested_from
             if self._refused:
                 reason = room.shortage(self._space, self._path) if self._path.size else "missing_prefix"
                 accounting.rejected_blocks[reason] += self._refused
@@ -109,6 +109,31 @@ class StoreStage:
                 self._sparse.begin(self._path[:staged_end], self._points.kept(self._space.layout, self._present))
             freed = self._space.drop(self._path[staged_end:])
         self._index.settle(freed)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self._open
+
+    @property
+    def ns_id(self) -> bytes:
+        """The public name of its namespace."""
+        return self._space.ns_id
+
+    @property
+    def layout(self) -> KvLayout:
+        """The layout of its rows."""
+        return self._space.layout
+
+    @property
+    def present_blocks(self) -> int:
+        """Blocks that were asked for and are stored, or being stored, by others."""
+        return self._present - self.requested_from
+
+    @property
+    def wants_nothing(self) -> bool:
+        """Whether there is nothing to write, of any part."""
+        return not any(self.wanted(part) for part in range(len(self.layout.parts)))
 
     @property
     def from_block(self) -> int:
@@ -130,11 +155,11 @@ class StoreStage:
         """Copy rows of `buffer` into the stage; see kvstore.api.Stage."""
         layout = self._space.layout
         rows = readable_rows(buffer, layout.block_bytes if part is None else layout.part_bytes(part))
-        first = self._requested_from if from_block is None else from_block
+        first = self.requested_from if from_block is None else from_block
         if first < 0:
             raise InvalidArgumentError(f"from_block is {first}, expected at least 0")
         with self._lock:
-            self._check_open()
+            self.check_open()
             if part is not None and layout.group_of(part) is not None:
                 return self._sparse.write(rows, first, part)
             begin = max(first, self._present)
@@ -157,7 +182,7 @@ class StoreStage:
         taken = slice(from_block - self._present, from_block - self._present + blocks)
         assert 0 <= taken.start <= taken.stop <= self.blocks, (taken, self.blocks)
         with self._lock:
-            self._check_open()
+            self.check_open()
             self._lent += 1
         filled = False
         try:
@@ -175,7 +200,7 @@ class StoreStage:
         """Make the leading blocks whose every part was written visible, atomically; drop the others."""
         try:
             with self._lock:
-                self._check_open()
+                self.check_open()
                 if self._lent:
                     raise InvalidArgumentError("the stage is being written; commit it when the writes have returned")
                 complete = self._written.all(axis=0)
@@ -190,7 +215,7 @@ class StoreStage:
             raise
         self._forget(self)
         incomplete = self.blocks - stored
-        return CommitResult(stored, self._present - self._requested_from, self._refused + incomplete)
+        return CommitResult(stored, self.present_blocks, self._refused + incomplete)
 
     def abort(self) -> None:
         """Drop everything written; idempotent, and a no-op after commit."""
@@ -213,7 +238,8 @@ class StoreStage:
         elif self._open:
             self.commit()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError if the stage has ended."""
         if not self._open:
             raise ClosedError(
                 "the stage has ended: it was committed or aborted, its time was over, or its store closed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -16,6 +17,7 @@ from kvstore.store.leased_parts import LeasedParts
 from kvstore.store.pins import PinTable
 from kvstore.store.room import RoomMaker
 from kvstore.store.settings import StoreSettings
+from kvstore.store.shares import SharedStages, StageShare
 from kvstore.store.sparse_moves import SparseMover
 from kvstore.store.stage import Points, StoreStage
 from kvstore.store.what_if import what_if
@@ -31,6 +33,7 @@ from kvstore.types import (
     Verification,
     require_seconds,
     require_turn_ends,
+    require_writer,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +66,7 @@ class Store:
         self._pins = PinTable(self._index)
         self._leases: set[StoreLease] = set()
         self._stages: set[StoreStage] = set()
+        self._shared = SharedStages()
         self._open = True
 
     def namespace_id(self, namespace: Namespace) -> bytes:
@@ -118,9 +122,12 @@ class Store:
         root: Root | None = None,
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
-    ) -> StoreStage:
+        rank: int | None = None,
+    ) -> StoreStage | StageShare:
         """Begin to store; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
+        if rank is not None:
+            require_writer(namespace.layout, rank)
         points = Points(prompt.size, require_turn_ends(turn_ends, prompt.size))
         whole = prompt.size // namespace.layout.block_tokens
         if not 0 <= from_block <= whole:
@@ -136,12 +143,10 @@ class Store:
             mover=self._mover,
             forget=self._forget_stage,
         )
-        present, path = self._open_stage(stage, space, from_block)
-        try:
-            stage.begin(present, path, self._room)
-        except BaseException:
-            stage.abort()
-            raise
+        begin = partial(self._begin_stage, stage, space)
+        if rank is not None:
+            return self._shared.join(stage, rank, begin)
+        begin()
         return stage
 
     def pin(
@@ -325,21 +330,30 @@ class Store:
         space = self._index.space(namespace)
         return space, space.root_key(root), prompt
 
-    def _open_stage(self, stage: StoreStage, space: Space, from_block: int) -> tuple[int, BlockIds]:
+    def _begin_stage(self, stage: StoreStage, space: Space) -> None:
+        present, path = self._open_stage(stage, space)
+        try:
+            stage.begin(present, path, self._room)
+        except BaseException:
+            stage.abort()
+            raise
+
+    def _open_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
         """Insert the placeholders of a stage: how many blocks are present, and the ids of all."""
         while True:
             with self._index.lock:
                 if not space.tree.condemned:
-                    return self._enter_stage(stage, space, from_block)
+                    return self._enter_stage(stage, space)
             # Blocks that are being dropped must be said to be gone before the same ones can be stored again.
             self._index.drain(space)
 
-    def _enter_stage(self, stage: StoreStage, space: Space, from_block: int) -> tuple[int, BlockIds]:
+    def _enter_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
         if len(self._stages) >= self._settings.stages_max:
             raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
         if space.retired:
             raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
-        present, path = space.tree.stage(stage.root_key, stage.prompt, from_block, self._index.next_tick())
+        tick = self._index.next_tick()
+        present, path = space.tree.stage(stage.root_key, stage.prompt, stage.requested_from, tick)
         self._stages.add(stage)
         return present, path
 
@@ -385,6 +399,7 @@ class Store:
     def _forget_stage(self, stage: StoreStage) -> None:
         with self._index.lock:
             self._stages.discard(stage)
+        self._shared.forget(stage)
 
 
 def open_store(

@@ -1,4 +1,4 @@
-"""Conformance of layouts with sliding windows and recurrent states, and of part sets."""
+"""Conformance of layouts with sliding windows and recurrent states, of part sets, and of ranks that write together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import ClosedError, InvalidArgumentError
 from kvstore.layer_groups import LayerGroup, Recurrent, SlidingWindow
 from kvstore.testing.blocks import (
     expected_part_rows,
@@ -21,7 +21,9 @@ from kvstore.testing.blocks import (
 from kvstore.testing.conformance_cases import BASE, BLOCKS, LAYOUT, MIB, PROMPT
 
 if TYPE_CHECKING:
-    from kvstore.api import KvStore
+    from collections.abc import Sequence
+
+    from kvstore.api import KvStore, Stage
     from kvstore.testing.conformance_cases import OpenStore
 
 WINDOW = SlidingWindow(layers=3, window=10, kv_heads=2, head_dim=8, dtype="float16")  # spans 3 blocks of 4
@@ -34,6 +36,8 @@ HYBRIDS: dict[str, tuple[LayerGroup, ...]] = {
 HYBRID_LAYOUT = dataclasses.replace(LAYOUT, groups=(WINDOW, STATE))
 HYBRID = dataclasses.replace(BASE, layout=HYBRID_LAYOUT)
 WINDOW_PART, STATE_PART = 1, 2
+RANKED_LAYOUT = dataclasses.replace(LAYOUT, tensor_parallel=2, groups=(STATE,))
+RANKED = dataclasses.replace(BASE, layout=RANKED_LAYOUT)
 
 
 class SparseConformance:
@@ -151,3 +155,89 @@ class SparseConformance:
         assert [verified_blocks(store, half, PROMPT) for half in halves] == [BLOCKS, 0]
         store_prompt(store, halves[1], PROMPT[:20])
         assert [verified_blocks(store, half, PROMPT) for half in halves] == [BLOCKS, 5]
+
+    # -- ranks ---------------------------------------------------------------------------------------------------
+
+    def test_a_block_commits_when_the_last_rank_does(self, store: KvStore) -> None:
+        first = store.stage(RANKED, PROMPT, rank=0)
+        write_rank(first, 0)
+        assert first.commit().blocks == 0
+        assert store.match(RANKED, PROMPT).blocks == 0
+        assert store.stats().stages == 1
+        second = store.stage(RANKED, PROMPT, rank=1)
+        assert (second.from_block, second.blocks) == (0, BLOCKS)
+        write_rank(second, 1)
+        result = second.commit()
+        assert (result.blocks, result.present_blocks, result.refused_blocks) == (BLOCKS, 0, 0)
+        assert verified_blocks(store, RANKED, PROMPT) == BLOCKS
+        assert store.stats().stages == 0
+
+    def test_ranks_add_to_what_is_stored_and_find_nothing_to_do_twice(self, store: KvStore) -> None:
+        store_prompt(store, RANKED, PROMPT[:20])
+        for _ in range(2):
+            for rank in (1, 0):
+                with store.stage(RANKED, PROMPT, rank=rank) as stage:
+                    write_rank(stage, rank)
+        assert verified_blocks(store, RANKED, PROMPT) == BLOCKS
+        stats = store.stats()
+        assert (stats.stages, stats.stored_blocks) == (0, BLOCKS)
+
+    def test_prompts_of_ranks_may_be_under_way_side_by_side(self, store: KvStore) -> None:
+        prompts = [PROMPT, [*PROMPT, *range(8)], list(range(40))]
+        waiting = [store.stage(RANKED, prompt, rank=0) for prompt in prompts]
+        for stage, prompt in zip(waiting, prompts, strict=True):
+            write_rank(stage, 0, prompt)
+            stage.commit()
+        for prompt in reversed(prompts):
+            with store.stage(RANKED, prompt, rank=1) as stage:
+                write_rank(stage, 1, prompt)
+        assert [verified_blocks(store, RANKED, prompt) for prompt in prompts] == [10, 12, 10]
+
+    def test_a_rank_that_aborts_takes_the_stage_with_it(self, store: KvStore) -> None:
+        first, second = (store.stage(RANKED, PROMPT, rank=rank) for rank in (0, 1))
+        write_rank(first, 0)
+        first.commit()
+        second.abort()
+        second.abort()
+        assert store.match(RANKED, PROMPT).blocks == 0
+        assert (store.stats().stages, store.stats().tiers["host"].used_bytes) == (0, 0)
+        for rank in (0, 1):
+            with store.stage(RANKED, PROMPT, rank=rank) as stage:
+                write_rank(stage, rank)
+        assert verified_blocks(store, RANKED, PROMPT) == BLOCKS
+
+    def test_the_parts_of_an_aborted_stage_are_refused_from_all_ranks(self, store: KvStore) -> None:
+        first, second = (store.stage(RANKED, PROMPT, rank=rank) for rank in (0, 1))
+        first.abort()
+        with pytest.raises(ClosedError):
+            second.write_from(expected_part_rows(RANKED, PROMPT, 1), part=1)
+        with pytest.raises(ClosedError):
+            second.commit()
+
+    def test_a_rank_writes_its_own_parts_alone(self, store: KvStore) -> None:
+        stage = store.stage(RANKED, PROMPT, rank=1)
+        with pytest.raises(InvalidArgumentError, match="part is 0, expected one that rank 1 writes: 1, 3"):
+            stage.write_from(expected_part_rows(RANKED, PROMPT, 0), part=0)
+        with pytest.raises(InvalidArgumentError, match="part is None"):
+            stage.write_from(expected_rows(RANKED, PROMPT))
+        stage.abort()
+
+    @pytest.mark.parametrize("rank", [-1, 2, True, "first"])
+    def test_a_rank_that_writes_nothing_is_refused(self, store: KvStore, rank: int) -> None:
+        with pytest.raises(InvalidArgumentError, match="rank is"):
+            store.stage(RANKED, PROMPT, rank=rank)
+        assert store.stats().stages == 0
+
+    def test_a_single_writer_needs_no_others(self, store: KvStore) -> None:
+        layout = dataclasses.replace(LAYOUT, kv_heads=1, head_dim=16, kv_form="latent", tensor_parallel=4)
+        latent = dataclasses.replace(BASE, layout=layout)
+        with store.stage(latent, PROMPT, rank=0) as stage:
+            stage.write_from(expected_rows(latent, PROMPT))
+        assert verified_blocks(store, latent, PROMPT) == BLOCKS
+
+
+def write_rank(stage: Stage, rank: int, prompt: Sequence[int] = PROMPT) -> None:
+    """Write all that a rank has of a prompt."""
+    for part, found in enumerate(RANKED_LAYOUT.parts):
+        if found.writer == rank:
+            write_sparse(stage, part, expected_part_rows(RANKED, prompt, part))

@@ -162,18 +162,20 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "from_block", "stage_id", "turn_ends")
+    __slots__ = ("session_id", "prompt", "from_block", "stage_id", "turn_ends", "rank")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_ENDS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     prompt: _block_pb2.Prompt
     from_block: int
     stage_id: int
     turn_ends: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ..., turn_ends: _Optional[_Iterable[int]] = ...) -> None: ...
+    rank: int
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ..., turn_ends: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ("from_block", "blocks", "sparse")
