@@ -77,7 +77,7 @@ def verified_blocks(store: KvStore, namespace: Namespace, tokens: Sequence[int],
         done = lease.load_into(rows)
         usable = done.blocks
         for part in sparse_parts(namespace):
-            needed = layout.needed_blocks(part, done.blocks)
+            needed = layout.needed_blocks(part, lease.blocks)
             right_part = expected_part_rows(namespace, tokens, part, root)[needed.start : needed.stop]
             part_rows = np.zeros_like(right_part)
             loaded = lease.load_into(part_rows, from_block=needed.start, part=part).blocks
