@@ -21,6 +21,7 @@ class _Held:
     space: Space
     ids: BlockIds
     sparse: SparseHold
+    size_bytes: int
     expires_at: float | None
 
 
@@ -51,7 +52,9 @@ class PinTable:
         sparse = space.sparse.hold(ids)
         pin_id = next(self._next_id)
         clock = self._index.clock
-        self._held[pin_id] = _Held(space, ids, sparse, None if ttl_seconds is None else clock.monotonic() + ttl_seconds)
+        self._held[pin_id] = _Held(
+            space, ids, sparse, wanted_bytes, None if ttl_seconds is None else clock.monotonic() + ttl_seconds
+        )
         return Pin(pin_id, int(ids.size), None if ttl_seconds is None else clock.unix() + ttl_seconds)
 
     def remove(self, pin_id: int) -> Freed | None:
@@ -69,4 +72,4 @@ class PinTable:
         return [pin_id for pin_id, held in self._held.items() if held.space is space]
 
     def _pinned_bytes(self) -> int:
-        return sum(held.space.held_bytes(held.ids) for held in self._held.values())
+        return sum(held.size_bytes for held in self._held.values())

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     Mask = NDArray[np.bool_]
 
 _TIERS = (Tier.HOST, Tier.DISK)
+_IDS_MIN = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +80,7 @@ class SparseGroup:
         self._by_id: dict[int, SparseBlock] = {}
         self._by_key: dict[bytes, SparseBlock] = {}
         self._order: dict[Tier, OrderedDict[int, SparseBlock]] = {tier: OrderedDict() for tier in _TIERS}
-        self._is_there = np.zeros(0, dtype=np.bool_)  # by block id
+        self._is_there = np.zeros(_IDS_MIN, dtype=np.bool_)  # by block id; the last one is false, for all beyond
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -94,10 +95,7 @@ class SparseGroup:
 
     def mask(self, ids: BlockIds) -> Mask:
         """At which of these blocks it is."""
-        known = ids < self._is_there.size
-        found = np.zeros(ids.size, dtype=np.bool_)
-        found[known] = self._is_there[ids[known]]
-        return found
+        return self._is_there.take(ids, mode="clip")
 
     def find(self, ids: Iterable[int]) -> list[SparseBlock]:
         """Its parts at those of these blocks that have them."""
@@ -109,8 +107,8 @@ class SparseGroup:
             return False
         block = SparseBlock(block_id, identity)
         self._by_id[block_id] = self._by_key[identity.key] = block
-        if block_id >= self._is_there.size:
-            grown = np.zeros(max(1024, 2 * block_id), dtype=np.bool_)
+        if block_id >= self._is_there.size - 1:
+            grown = np.zeros(2 * block_id + 2, dtype=np.bool_)
             grown[: self._is_there.size] = self._is_there
             self._is_there = grown
         self._is_there[block_id] = True
@@ -220,8 +218,8 @@ class SparseParts:
 
     def usable(self, ids: BlockIds) -> BlockIds:
         """As much of a dense match as all groups allow."""
-        if not self.groups:
-            return ids
+        if all(group.mask(ids[-group.rule.blocks_back(self._block_tokens) :]).all() for group in self.groups):
+            return ids  # nearly always, and a tenth of the work
         held = [group.mask(ids) for group in self.groups]
         return ids[: usable_blocks(ids.size, self._rules, self._block_tokens, held)]
 

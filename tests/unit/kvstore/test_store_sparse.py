@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -161,6 +162,7 @@ def test_a_pin_holds_sparse_parts_too(store: Store) -> None:
     pin = store.pin(BASE, PROMPT)
     group = store._index.space(BASE).sparse.groups[1]
     assert (BLOCKS, []) == (pin.blocks, group.take_victims(Tier.HOST, 10))
+    assert store._pins._pinned_bytes() == BLOCKS * LAYOUT.block_bytes + 3 * 1024 + 4096
     store.unpin(pin.pin_id)
     assert [0] == [block.holds for block in group.blocks()]
 
@@ -198,12 +200,14 @@ def test_a_restart_drops_sparse_parts_whose_blocks_are_gone(tmp_path: Path) -> N
 def test_churn_keeps_each_group_in_its_share_and_every_answer_right(tmp_path: Path, disk_bytes: int) -> None:
     path = tmp_path if disk_bytes else None
     with kvstore.open(path, host_bytes=MIB, disk_bytes=disk_bytes) as store:
-        prompts = [list(range(start, start + 200)) for start in range(0, 40 * 200, 200)]
+        prompts = [list(range(start, start + 200)) for start in range(0, 16 * 200, 200)]
         for prompt in prompts:
             store_prompt(store, BASE, prompt, turn_ends=range(20, 200, 20))
-            assert 50 == verified_blocks(store, BASE, prompt)
-        for prompt in prompts:
+            assert 50 == store.match(BASE, prompt).blocks
+        assert 50 == verified_blocks(store, BASE, prompts[-1])
+        for prompt in prompts[::3]:
             verified_blocks(store, BASE, prompt)
+        assert store.stats().evicted_blocks["sparse_host"] > 0
         space = store._index.space(BASE)
         for group in space.sparse.groups:
             assert group.host.reserved_bytes <= MIB // 4
@@ -217,7 +221,7 @@ def test_churn_keeps_each_group_in_its_share_and_every_answer_right(tmp_path: Pa
 
 def test_parts_beyond_host_memory_are_read_from_disk_and_verified(tmp_path: Path) -> None:
     with kvstore.open(tmp_path, host_bytes=MIB, disk_bytes=64 * MIB) as store:
-        prompts = [list(range(start, start + 42)) for start in range(0, 100 * 42, 42)]
+        prompts = [list(range(start, start + 42)) for start in range(0, 80 * 42, 42)]
         for prompt in prompts:
             store_prompt(store, BASE, prompt)
         assert store.stats().evicted_blocks["sparse_host"] > 0
@@ -241,3 +245,36 @@ def test_a_namespace_full_of_dense_blocks_gives_an_extent_to_sparse_parts_of_ano
         assert 63 * MIB < store.stats().tiers["host"].used_bytes
         assert BLOCKS == store_prompt(store, BASE, PROMPT).blocks
         assert BLOCKS == verified_blocks(store, BASE, PROMPT)
+
+
+def test_threads_never_read_another_blocks_parts(tmp_path: Path) -> None:
+    """Parts name themselves; six threads store, read and evict in a store that holds few of them."""
+    with kvstore.open(tmp_path, host_bytes=MIB // 4, disk_bytes=4 * MIB) as store:
+        problems: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            random = np.random.default_rng(seed)
+            try:
+                for _ in range(20):
+                    family, length = int(random.integers(12)), int(random.integers(20, 80))
+                    prompt = [*range(family, family + 24), *range(family * 1000, family * 1000 + length)]
+                    if random.random() < 0.5:
+                        store_prompt(store, BASE, prompt, turn_ends=(24,))
+                    elif random.random() < 0.9:
+                        verified_blocks(store, BASE, prompt)
+                    else:
+                        store.evict(BASE, prompt, from_block=int(random.integers(3, 8)))
+            except BaseException as problem:  # noqa: BLE001  # handed to the main thread
+                problems.append(problem)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [] == problems
+        assert () == store.verify().problems
+        store.clear(BASE)
+        stats = store.stats()
+        assert (0, 0, 0, 0) == (stats.leases, stats.stages, stats.sparse_blocks, stats.tiers["host"].used_bytes)
+        assert [0, 0] == [group.disk.used_slots for group in store._index.space(BASE).sparse.groups if group.disk]
