@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -468,11 +469,15 @@ def _parts_of(layout: KvLayout) -> tuple[LayoutPart, ...]:
         replicas = layout.tensor_parallel // writers
         for place in range(writers * layout.pipeline_parallel):
             ranks = range(place * replicas, (place + 1) * replicas)
-            attached = [rank for rank in layout.ranks if rank in ranks] if layout.ranks else ranks
+            attached = ranks if not layout.ranks else _within(layout.ranks, ranks)
             if attached:
                 count = stage_layers(layers, layout.pipeline_parallel, place // writers)
                 parts.append(LayoutPart(index, ranks, attached[0], count * layer_bytes // writers))
     return tuple(parts)
+
+
+def _within(ascending: tuple[int, ...], numbers: range) -> tuple[int, ...]:
+    return ascending[bisect_left(ascending, numbers.start) : bisect_left(ascending, numbers.stop)]
 
 
 def _dense_layer_bytes(layout: KvLayout) -> int:
