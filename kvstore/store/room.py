@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore.radix.tree import NO_SLOT
 from kvstore.store.moving import is_movable, move_out
+from kvstore.store.sparse_moves import SparseMover
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class RoomMaker:
     def __init__(self, index: Index) -> None:
         self._index = index
         self.lock = threading.Lock()
+        self.sparse = SparseMover(index, self)
 
     def reserve(self, space: Space, path: BlockIds, count: int) -> Slots:
         """Up to `count` host slots for the last blocks of a path, after evicting others where needed.
@@ -74,9 +76,14 @@ class RoomMaker:
 
         One in which nothing is used, else one of dense blocks, of the space that gives first. False if none could.
         """
-        if _give_back_idle(pool for other in self._index.spaces() for pool in other.pools(tier)):
+        pools = [pool for other in self._index.spaces() for pool in other.pools(tier)]
+        if _give_back_idle(pools):
             return True
-        if tier is Tier.DISK and self._drop_unclaimed():
+        if tier is Tier.DISK:
+            if self._drop_unclaimed():
+                return True
+        elif self._follow_out():
+            _give_back_idle(pools)  # the group that asks may have got free slots by it, or takes the extent anew
             return True
         with self._index.lock:
             givers = self._index.givers(tier, space)[:_GIVERS_MAX]
@@ -118,9 +125,15 @@ class RoomMaker:
         others = [pool for other in self._index.spaces() for pool in other.pools(Tier.HOST) if pool is not space.host]
         if (not space.host.at_limit and _give_back_idle(others)) or self._free_condemned():
             return True
+        if not space.host.at_limit and self._follow_out() and _give_back_idle(others):
+            return True
         with self._index.lock:
             worth = self._affordable(space, path)
         return self._free(space, Tier.HOST, wanted, worth)
+
+    def _follow_out(self) -> bool:
+        """Let sparse parts leave host memory whose dense blocks left it before; true if there were any."""
+        return sum(self.sparse.leave_cooled(space) for space in self._index.spaces()) > 0
 
     def _free(self, space: Space, tier: Tier, wanted: int, worth: float) -> bool:
         """Let blocks leave a tier that are worth no more than `worth`, the least worth first; false if none could."""

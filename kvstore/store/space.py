@@ -343,6 +343,8 @@ class Space:
     def _report(self, removed: Removed, tier: Tier | None) -> Freed:
         if tier is not None:
             self._announce_removed(removed.displaced_keys, tier, last_copy=False)
+        if tier is Tier.HOST:
+            self.sparse.cool(removed.displaced_keys)
         self._announce_removed(removed.dropped_keys, tier, last_copy=True)
         return self._freed(removed)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,6 +81,7 @@ class SparseGroup:
         self._by_id: dict[int, SparseBlock] = {}
         self._by_key: dict[bytes, SparseBlock] = {}
         self._order: dict[Tier, OrderedDict[int, SparseBlock]] = {tier: OrderedDict() for tier in _TIERS}
+        self._cooled: dict[int, SparseBlock] = {}
         self._is_there = np.zeros(_IDS_MIN, dtype=np.bool_)  # by block id; the last one is false, for all beyond
 
     def __len__(self) -> int:
@@ -126,6 +128,7 @@ class SparseGroup:
     def touch(self, blocks: Iterable[SparseBlock]) -> None:
         """A request needed these."""
         for block in blocks:
+            self._cooled.pop(block.block_id, None)
             if block.attached:
                 for tier in block.slots:
                     self._order[tier].move_to_end(block.block_id)
@@ -139,6 +142,22 @@ class SparseGroup:
             if not block.holds:
                 block.holds += 1
                 victims.append(block)
+        return victims
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        """The blocks of these keys left host memory: what stands at them is the first to follow, until it is needed."""
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is not None and Tier.HOST in block.slots:
+                self._order[Tier.HOST].move_to_end(block.block_id, last=False)
+                self._cooled[block.block_id] = block
+
+    def take_cooled(self, count: int) -> list[SparseBlock]:
+        """Up to `count` victims of host memory whose dense blocks left it before; as `take_victims`."""
+        cooled = [self._cooled.pop(block_id) for block_id in list(islice(self._cooled, count))]
+        victims = [block for block in cooled if not block.holds]
+        for block in victims:
+            block.holds += 1
         return victims
 
     def hold_unwritten(self, blocks: Iterable[SparseBlock]) -> list[SparseBlock]:
@@ -157,6 +176,7 @@ class SparseGroup:
                 continue
             if block.attached and len(block.slots) > 1:
                 del self._order[tier][block.block_id]
+                self._cooled.pop(block.block_id, None)
                 freed[tier].append(block.slots.pop(tier))
             else:
                 self._detach(block)
@@ -190,6 +210,7 @@ class SparseGroup:
             return
         block.attached = False
         del self._by_id[block.block_id], self._by_key[block.identity.key]
+        self._cooled.pop(block.block_id, None)
         self._is_there[block.block_id] = False
         for tier in block.slots:
             del self._order[tier][block.block_id]
@@ -249,6 +270,12 @@ class SparseParts:
             return ()
         names = [row.tobytes() for row in keys]
         return tuple(freed for group in self.groups for freed in group.forget_keys(names))
+
+    def cool(self, keys: NDArray[np.uint8]) -> None:
+        """The blocks whose keys are the rows left host memory and are on disk still."""
+        names = [row.tobytes() for row in keys] if self.block_count else []
+        for group in self.groups:
+            group.cool(names)
 
     def problems(self, tree: RadixTree) -> list[str]:
         """A sentence for each thing that does not agree with the tree."""

@@ -1,8 +1,9 @@
 """Moving sparse parts: making room for them, writing them to disk, and reading them.
 
 A group keeps to its share of each tier (`sparse_ratio_max`). Up to that it takes extents from whoever gives first,
-then what of its own was needed longest ago leaves: host memory for the disk, the disk for good. A part for which there
-is no room is not stored, and a match is shorter for it; no dense block is refused for that.
+then what of its own was needed longest ago leaves: host memory for the disk, the disk for good. Where anyone needs host
+memory, what stands at blocks that left it follows them. A part for which there is no room is not stored, and a match is
+shorter for it; no dense block is refused for that.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ class SparseMover:
         finally:
             self._room.lock.release()
 
+    def leave_cooled(self, space: Space) -> bool:
+        """Let sparse parts follow their dense blocks out of host memory; the room lock must be held. False if none."""
+        found = False
+        for group in space.sparse.groups:
+            with self._index.lock:
+                victims = group.take_cooled(_batch(group))
+            found |= self._leave(space, group, Tier.HOST, victims)
+        return found
+
     def flush(self) -> None:
         """Write every sparse part that is in host memory alone to disk, as far as there is room."""
         if self._index.disk is None:
@@ -87,6 +97,9 @@ class SparseMover:
     def _evict(self, space: Space, group: SparseGroup, tier: Tier, count: int) -> bool:
         with self._index.lock:
             victims = group.take_victims(tier, count)
+        return self._leave(space, group, tier, victims)
+
+    def _leave(self, space: Space, group: SparseGroup, tier: Tier, victims: list[SparseBlock]) -> bool:
         left: list[FreedSparse] = []
         try:
             if tier is Tier.HOST:

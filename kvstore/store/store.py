@@ -18,7 +18,6 @@ from kvstore.store.pins import PinTable
 from kvstore.store.room import RoomMaker
 from kvstore.store.settings import StoreSettings
 from kvstore.store.shares import SharedStages, StageShare
-from kvstore.store.sparse_moves import SparseMover
 from kvstore.store.stage import Points, StoreStage
 from kvstore.store.what_if import what_if
 from kvstore.tiers.disk import DiskTier
@@ -62,7 +61,6 @@ class Store:
         self._disk = disk
         self._index = Index(settings, host, disk, clock)
         self._room = RoomMaker(self._index)
-        self._mover = SparseMover(self._index, self._room)
         self._pins = PinTable(self._index)
         self._leases: set[StoreLease] = set()
         self._stages: set[StoreStage] = set()
@@ -109,7 +107,7 @@ class Store:
                 raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
             ids = space.sparse.usable(space.confirm(found)[: match.blocks])
             space.tree.lease(ids)
-            sparse = LeasedParts(self._mover, space, space.sparse.hold(ids))
+            sparse = LeasedParts(self._room.sparse, space, space.sparse.hold(ids))
             lease = StoreLease(self._index, space, ids, self._forget_lease, sparse)
             self._leases.add(lease)
         return lease
@@ -140,7 +138,7 @@ class Store:
             prompt=prompt[: whole * namespace.layout.block_tokens],
             requested_from=from_block,
             points=points,
-            mover=self._mover,
+            mover=self._room.sparse,
             forget=self._forget_stage,
         )
         begin = partial(self._begin_stage, stage, space)
@@ -315,7 +313,7 @@ class Store:
         self.close()
 
     def _flush(self) -> None:
-        self._mover.flush()
+        self._room.sparse.flush()
         self._room.flush()
         self._index.save_policies()
 

@@ -247,6 +247,43 @@ def test_a_namespace_full_of_dense_blocks_gives_an_extent_to_sparse_parts_of_ano
         assert BLOCKS == verified_blocks(store, BASE, PROMPT)
 
 
+def test_sparse_parts_of_a_cold_namespace_leave_host_memory_to_another(tmp_path: Path) -> None:
+    wide = dataclasses.replace(LAYOUT, head_dim=128 * 32)  # 32 KiB a block
+    cold = dataclasses.replace(BASE, layout=wide)
+    busy = dataclasses.replace(BASE, layout=dataclasses.replace(wide, groups=()))
+    lru = StoreSettings(eviction_policy="lru")
+    with kvstore.open(tmp_path, host_bytes=32 * MIB, disk_bytes=256 * MIB, settings=lru) as store:
+        prompts = [list(range(start, start + 200)) for start in range(0, 8 * 200, 200)]
+        for prompt in prompts:
+            store_prompt(store, cold, prompt, turn_ends=range(4, 200, 4))
+        space = store._index.space(cold)
+        assert all(group.host.reserved_bytes for group in space.sparse.groups)
+        rows = np.zeros((50, wide.block_bytes), dtype=np.uint8)
+        for start in range(0, 50 * 200, 200):
+            with store.stage(busy, list(range(start, start + 200))) as stage:
+                stage.write_from(rows)
+        assert [0, 0, 0] == [pool.reserved_bytes for pool in space.pools(Tier.HOST)]
+        assert 50 == verified_blocks(store, cold, prompts[0])
+        assert () == store.verify().problems
+
+
+def test_sparse_parts_follow_their_blocks_out_of_host_memory_unless_they_are_needed(tmp_path: Path) -> None:
+    with kvstore.open(tmp_path, host_bytes=64 * MIB, disk_bytes=64 * MIB) as store:
+        store_prompt(store, BASE, PROMPT)
+        store.flush()
+        space = store._index.space(BASE)
+        group = space.sparse.groups[1]
+        for needed, left in ((True, []), (False, [Tier.HOST])):
+            verified_blocks(store, BASE, PROMPT)  # which brings blocks back from disk
+            with store._room.lock:
+                store._room._leave_host(space, space.tree.take_victims(Tier.HOST, BLOCKS))
+            assert {Tier.DISK: BLOCKS} == store.match(BASE, PROMPT, touch=needed).tiers
+            with store._room.lock:
+                assert needed != store._room.sparse.leave_cooled(space)
+            assert [{Tier.HOST, Tier.DISK} - set(left)] == [set(block.slots) for block in group.blocks()]
+        assert BLOCKS == verified_blocks(store, BASE, PROMPT)
+
+
 def test_threads_never_read_another_blocks_parts(tmp_path: Path) -> None:
     """Parts name themselves; six threads store, read and evict in a store that holds few of them."""
     with kvstore.open(tmp_path, host_bytes=MIB // 4, disk_bytes=4 * MIB) as store:
