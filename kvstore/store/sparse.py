@@ -105,7 +105,9 @@ class SparseGroup:
 
     def put(self, block_id: int, identity: BlockIdentity, tier: Tier, slot: int) -> bool:
         """Take parts that lie in a slot; false, with the slot left to the caller, where the block has them."""
-        if block_id in self._by_id or identity.key in self._by_key:
+        known = self._by_id.get(block_id)
+        assert known is None or known.identity.key == identity.key, "parts stand at a block that left the tree"
+        if known is not None or identity.key in self._by_key:
             return False
         block = SparseBlock(block_id, identity)
         self._by_id[block_id] = self._by_key[identity.key] = block

@@ -104,6 +104,29 @@ class SparseConformance:
         assert store.match(HYBRID, PROMPT).blocks == 0
         assert store.stats().tiers["host"].used_bytes == BLOCKS * LAYOUT.block_bytes
 
+    def test_sparse_parts_below_an_aborted_stage_go_with_their_blocks(self, store: KvStore) -> None:
+        longer = [*PROMPT, *range(8)]
+        first = store.stage(HYBRID, PROMPT)
+        store_prompt(store, HYBRID, longer)
+        assert store.stats().sparse_blocks > 0
+        first.abort()
+        assert (store.stats().sparse_blocks, store.stats().tiers["host"].used_bytes) == (0, 0)
+        store_prompt(store, HYBRID, list(range(500, 548)))  # takes the places that came free
+        assert store.match(HYBRID, longer).blocks == 0
+        store_prompt(store, HYBRID, longer)
+        assert verified_blocks(store, HYBRID, longer) == BLOCKS + 2
+
+    def test_sparse_parts_below_a_stage_are_found_when_it_commits(self, store: KvStore) -> None:
+        longer = [*PROMPT, *range(8)]
+        first = store.stage(HYBRID, PROMPT)
+        store_prompt(store, HYBRID, longer)
+        first.write_from(expected_rows(HYBRID, PROMPT))
+        assert store.match(HYBRID, longer).blocks == 0
+        first.commit()
+        assert store.match(HYBRID, longer).blocks == 0  # the window reaches back into blocks of the first stage
+        store_prompt(store, HYBRID, longer)
+        assert verified_blocks(store, HYBRID, longer) == BLOCKS + 2
+
     def test_a_sparse_part_is_leased_where_the_match_needs_it(self, store: KvStore) -> None:
         store_prompt(store, HYBRID, PROMPT)
         with store.lease(store.match(HYBRID, PROMPT)) as lease:
