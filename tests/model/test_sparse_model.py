@@ -216,8 +216,8 @@ class TightSparseMachine(SparseMachine):
         assert found <= expected
 
 
-COMMON = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+COMMON = settings(max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 TestSparse = SparseMachine.TestCase
 TestSparse.settings = COMMON
 TestTightSparse = TightSparseMachine.TestCase
-TestTightSparse.settings = settings(COMMON, max_examples=12)
+TestTightSparse.settings = settings(COMMON, max_examples=8)
