@@ -16,7 +16,8 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 
 from kvstore.connectors.common import UnsupportedModelError
 from kvstore.connectors.huggingface_cache import CACHE_ARGUMENT, LayerTensors, layer_tensors
-from kvstore.types import DTYPE_BYTES, KvLayout
+from kvstore.layer_groups import DTYPE_BYTES
+from kvstore.types import KvLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,6 +26,7 @@ from kvstore.errors import (
     StorageFormatError,
     UnavailableError,
 )
+from kvstore.layer_groups import Recurrent, SlidingWindow
 from kvstore.types import (
     CommitResult,
     KvLayout,
@@ -68,7 +69,9 @@ __all__ = [
     "PermissionDeniedError",
     "Pin",
     "PrefixMatch",
+    "Recurrent",
     "Root",
+    "SlidingWindow",
     "Stage",
     "StorageError",
     "StorageFormatError",

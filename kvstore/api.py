@@ -7,6 +7,23 @@ All methods may be called from any thread. Arguments are checked before anything
 
 A buffer is anything with the buffer protocol, DLPack, or a torch tensor on the CPU, C-contiguous, holding
 [blocks, block_bytes] (or [blocks, part_bytes] where a part is named) bytes whatever its own shape and dtype.
+
+A layout with groups (sliding windows, recurrent states) has *sparse* parts, numbered behind the dense ones. They are
+written and loaded by `part` alone, and only where they are kept: `Stage.wanted` says of which blocks they are stored,
+`KvLayout.needed_blocks` which of them a match of so many blocks needs. Row i of a sliding window's part holds the keys
+and values of block `from_block` + i, row i of a recurrent one the state behind that block's last token:
+
+    with store.lease(store.match(ns, tokens)) as lease:
+        lease.load_into(kv)
+        for part in range(layout.part_count, len(layout.parts)):
+            needed = layout.needed_blocks(part, lease.blocks)
+            lease.load_into(sparse[part], from_block=needed.start, part=part)  # [len(needed), part_bytes]
+
+    with store.stage(ns, tokens, turn_ends=turn_ends) as stage:
+        stage.write_from(kv)
+        for part in range(layout.part_count, len(layout.parts)):
+            for run in stage.wanted(part):
+                stage.write_from(sparse_rows(part, run), from_block=run.start, part=part)  # [len(run), part_bytes]
 """
 
 from __future__ import annotations
@@ -14,6 +31,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
@@ -48,7 +66,10 @@ class Lease(Protocol):
         """Copy blocks [from_block, blocks) into the rows of `buffer`, as many as it has rows for.
 
         Every block that comes from disk or a wire is verified. The result counts the leading rows that are right;
-        fewer than asked means the rest is a miss. Raises InvalidBufferError or ClosedError before any row is written.
+        fewer than asked means the rest is a miss. Of a layout with groups it is all or nothing, since a shorter prefix
+        needs other sparse parts: 0 means that the whole lease is of no use, and a new match finds what is. A sparse
+        `part` is held for the blocks that the match needs of it alone; InvalidArgumentError names them. Raises that,
+        InvalidBufferError or ClosedError before any row is written.
         """
         ...
 
@@ -76,16 +97,28 @@ class Stage(Protocol):
         """How many blocks, from `from_block` on, want bytes. 0 means that there is nothing to write."""
         ...
 
+    def wanted(self, part: int) -> tuple[range, ...]:
+        """The runs of blocks of which a part wants bytes, as positions in the prompt.
+
+        Of a sparse part these are the blocks near likely match points (kvstore/store/match_rules.py) that lack it,
+        stored ones among them. It may be written for any of them, or none: matches only get shorter.
+        """
+        ...
+
     def write_from(self, buffer: BlockBuffer, *, from_block: int | None = None, part: int | None = None) -> int:
         """Copy rows of `buffer` into the stage; row i is block `from_block` + i of the prompt.
 
-        `from_block` defaults to the one given to `stage()`. Rows of blocks that want no bytes are skipped. Without
-        `part`, a row holds all parts one after the other. Returns the number of rows taken.
+        `from_block` defaults to the one given to `stage()`. Rows of blocks that want no bytes are skipped, and those
+        of sparse parts for which there is no room. Without `part`, a row holds all dense parts one after the other.
+        Returns the number of rows taken.
         """
         ...
 
     def commit(self) -> CommitResult:
-        """Make the leading blocks whose every part was written visible, atomically; drop the others."""
+        """Make the leading blocks whose every dense part was written visible, atomically; drop the others.
+
+        Sparse parts come with them: those of all blocks that are stored then, where each part of the group was written.
+        """
         ...
 
     def abort(self) -> None:
@@ -115,7 +148,7 @@ class KvStore(Protocol):
         touch: bool = True,
         request_id: str | None = None,
     ) -> PrefixMatch:
-        """The longest stored prefix of `tokens`, in whole blocks.
+        """The longest stored prefix of `tokens`, in whole blocks, at whose end all parts that it needs are there.
 
         A touching lookup renews recency and is counted, once for each `request_id`; `touch=False` does neither.
         """
@@ -125,8 +158,25 @@ class KvStore(Protocol):
         """Protect a match. What vanished since then is left out; raises NoSpaceError at the limit of leases."""
         ...
 
-    def stage(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> Stage:
+    def stage(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        root: Root | None = None,
+        from_block: int = 0,
+        turn_ends: Sequence[int] = (),
+        rank: int | None = None,
+    ) -> Stage:
         """Begin to store the blocks [from_block, whole blocks of tokens).
+
+        `turn_ends`, in tokens, say where the turns of a conversation end: sparse parts are kept there.
+
+        With `rank`, the caller is one of several writers (`KvLayout.writers`), most often each in a process of its own,
+        that all stage the same prompt: the first opens a stage and the others join it. Each writes its own parts, by
+        `part`, and commits. The last commit makes the blocks visible; those before it answer 0 blocks. If one of them
+        aborts, or its session ends before it has committed, the stage is aborted for all, and a rank that stays away
+        for longer than `stage_seconds_max` aborts it too. Raises InvalidArgumentError for a rank that writes nothing.
 
         Blocks present, or staged by someone else, are left out (single-flight). The stage is shortened to what the
         host tier and the namespace's quota have room for, and is empty if block `from_block` - 1 is missing.

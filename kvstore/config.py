@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
+from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
 from kvstore.setting_values import PARSERS, Kind
-from kvstore.types import FIELD_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -177,6 +177,12 @@ class StoreConfig:
     stages_max: int = _limit(1024, "Stores that have begun and not ended.")
     pins_max: int = _limit(4096, "Pins in force.")
     pinned_ratio_max: float = _setting(0.5, Kind.RATIO, "Share of the host tier that pins may protect.", maximum=1)
+    sparse_ratio_max: float = _setting(
+        0.5,
+        Kind.RATIO,
+        "Share of a namespace's room, in each tier, that its sparse parts may take, if its layout has any.",
+        maximum=1,
+    )
     request_ids_max: int = _limit(65536, "Request ids remembered, so that each counts as one lookup.")
     room_seconds_max: float = _time_limit(2.0, "How long a store waits for host memory to be made free.")
     stage_seconds_max: float = _time_limit(600.0, "Age at which a store that was begun is aborted.")

@@ -8,6 +8,7 @@ can move from one field to another. A hit is never decided here: the index compa
     ns_key    BLAKE2b-128(fields of the namespace, secret), person "kvstore.ns.key"   never written, never sent
     root_key  BLAKE2b-128(fields of the root), keyed by ns_key                        parent of the first block
     key       SipHash-2-4-128(parent key, token ids as little-endian u32), keyed by ns_key
+    pool_id   BLAKE2b-128(number of a layer group), keyed by ns_id                    sparse parts in the tiers
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore._siphash import chain_keys
+from kvstore.layer_groups import SlidingWindow
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvstore.layer_groups import LayerGroup
     from kvstore.types import KvLayout, Namespace, Root, TokenArray
 
 KEY_BYTES = 16
@@ -44,6 +47,10 @@ _LAYOUT_TAGS = {
     "engine": 27,
     "engine_layout": 28,
 }
+# Written where a layout has them only, so that the ids of layouts without them stay what they were.
+_TAG_SLIDING_WINDOW, _TAG_RECURRENT, _TAG_RANKS = 29, 30, 31
+_SLIDING_WINDOW_TAGS = {"layers": 1, "window": 2, "kv_heads": 3, "head_dim": 4, "dtype": 5, "kv_form": 6}
+_RECURRENT_TAGS = {"layers": 1, "state_bytes": 2, "heads": 3, "form": 4}
 _ROOT_TAGS = {"adapter": 64, "salt": 65, "weights_epoch": 66}
 
 
@@ -76,6 +83,13 @@ def root_key(ns_key: bytes, root: Root) -> bytes:
     return hashlib.blake2b(text, digest_size=KEY_BYTES, key=ns_key, person=b"kvstore.root").digest()
 
 
+def group_pool_id(ns_id: bytes, group: int) -> bytes:
+    """The 16-byte name under which tiers keep the sparse parts of one layer group of a namespace."""
+    return hashlib.blake2b(
+        group.to_bytes(4, "little"), digest_size=KEY_BYTES, key=ns_id, person=b"kvstore.group"
+    ).digest()
+
+
 def block_keys(ns_key: bytes, parent_key: bytes, tokens: TokenArray, block_tokens: int) -> NDArray[np.uint8]:
     """Chained keys of the whole blocks of `tokens`, shape [blocks, 16]. About 50 ns a block of 16 tokens."""
     keys = np.empty((len(tokens) // block_tokens, KEY_BYTES), dtype=np.uint8)
@@ -102,9 +116,24 @@ def _public_text(namespace: Namespace) -> bytes:
 
 
 def _layout_text(layout: KvLayout) -> bytes:
+    ranks = b"".join(rank.to_bytes(8, "little") for rank in layout.ranks)
+    return (
+        _fields(layout, _LAYOUT_TAGS)
+        + b"".join(_group_text(group) for group in layout.groups)
+        + (_field(_TAG_RANKS, ranks) if ranks else b"")
+    )
+
+
+def _group_text(group: LayerGroup) -> bytes:
+    if isinstance(group, SlidingWindow):
+        return _field(_TAG_SLIDING_WINDOW, _fields(group, _SLIDING_WINDOW_TAGS))
+    return _field(_TAG_RECURRENT, _fields(group, _RECURRENT_TAGS))
+
+
+def _fields(source: object, tags: dict[str, int]) -> bytes:
     pieces = []
-    for name, tag in _LAYOUT_TAGS.items():
-        value = getattr(layout, name)
+    for name, tag in tags.items():
+        value = getattr(source, name)
         pieces.append(_field(tag, value.encode() if isinstance(value, str) else value.to_bytes(8, "little")))
     return b"".join(pieces)
 

@@ -124,6 +124,16 @@ STORE_METRICS = (
         "Places on disk that are not used since they could not be read, written or erased.",
         lambda stats: _single(stats.quarantined_slots),
     ),
+    StoreMetric(
+        "kvstore_sparse_blocks",
+        "Blocks with parts of a layer group, counted once for each.",
+        lambda stats: _single(stats.sparse_blocks),
+    ),
+    StoreMetric(
+        "kvstore_shortened_tokens_total",
+        "Tokens stored in full and not matched, since a sparse part that a match needs was not there.",
+        lambda stats: _single(stats.shortened_tokens),
+    ),
     StoreMetric("kvstore_leases", "Leases that are held.", lambda stats: _single(stats.leases)),
     StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: _single(stats.stages)),
     StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: _single(stats.pins)),

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError
+from kvstore.layer_groups import (
+    DTYPE_BYTES,
+    FIELD_BYTES_MAX,
+    LayerGroup,
+    LayoutPart,
+    Recurrent,
+    SlidingWindow,
+    stage_layers,
+    tensor_writers,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -17,18 +31,11 @@ if TYPE_CHECKING:
     Slots = NDArray[np.uint32]
 
 SECONDS_MAX = 1e9
-DTYPE_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
 BLOCK_TOKENS_MAX = 4096
-FIELD_BYTES_MAX = 1024
 PARTS_MAX = 256
+GROUPS_MAX = 8
+RANKS_MAX = 4096
+TURN_ENDS_MAX = 4096
 
 
 class Tier(enum.IntEnum):
@@ -53,8 +60,16 @@ class KvLayout:
 
     Inside a part the order is layer-major. With `kv_form="latent"`, `kv_heads` is 1 and `head_dim` is latent + rope.
     `rope` and `quantisation` are canonical texts or fingerprints made by the connector; `engine` and
-    `engine_layout` name who lays the bytes out, and which version of that. World sizes split a block into parts:
-    one for each rank that writes distinct bytes.
+    `engine_layout` name who lays the bytes out, and which version of that.
+
+    The fields `layers` to `dtype` describe the layers of full attention, whose parts every stored block has; `groups`
+    the others, whose *sparse* parts are kept near likely match points only. World sizes split each of them into parts,
+    one for each rank that writes distinct bytes. Ranks are numbered pipeline stage first, then tensor-parallel rank.
+    Parts are numbered group by group, full attention first, and in each group by rank.
+
+    `ranks` is the *part set*: the ranks whose parts a store has, all of them where it is empty. A node that has some
+    of the ranks of an engine stores under a layout with those, commits when their parts are written and matches what
+    they have; who asks several nodes takes the shortest answer.
     """
 
     layers: int
@@ -70,10 +85,13 @@ class KvLayout:
     pipeline_parallel: int = 1
     engine: str = "any"
     engine_layout: int = 1
+    groups: tuple[LayerGroup, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_counts(self)
         _check_form(self)
+        _check_groups(self)
         _check_ranks(self)
         for name in ("axis_order", "rope", "quantisation", "engine"):
             _check_text(getattr(self, name), f"layout.{name}", InvalidLayoutError)
@@ -81,33 +99,66 @@ class KvLayout:
     @property
     def tensor_writers(self) -> int:
         """How many tensor-parallel ranks write distinct bytes: replicated heads and latents have one writer each."""
-        return min(self.tensor_parallel, self.kv_heads)
+        return tensor_writers(self.kv_heads, self.tensor_parallel)
+
+    @property
+    def parts(self) -> tuple[LayoutPart, ...]:
+        """All parts of the part set, in part order."""
+        return _parts_of(self)
 
     @property
     def part_count(self) -> int:
-        """Number of parts of a block: distinct tensor-parallel writers x pipeline stages."""
-        return self.tensor_writers * self.pipeline_parallel
+        """Number of dense parts, which every block has: those of full attention."""
+        return len(self.group_parts(None))
 
     def part_bytes(self, part: int) -> int:
-        """Exact bytes of one part; parts are numbered pipeline stage first, then tensor-parallel writer."""
-        if not 0 <= part < self.part_count:
-            raise InvalidLayoutError(f"part is {part}, expected 0..{self.part_count - 1}")
-        stage = part // self.tensor_writers
-        whole, rest = divmod(self.layers, self.pipeline_parallel)
-        stage_layers = whole + (1 if stage < rest else 0)
-        planes = 1 if self.kv_form == KvForm.LATENT else 2
-        heads = self.kv_heads // self.tensor_writers
-        return stage_layers * planes * heads * self.head_dim * self.block_tokens * DTYPE_BYTES[self.dtype]
+        """Exact bytes of one part, dense or sparse."""
+        return self._part(part).size_bytes
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """Exact bytes of each part, in part order."""
-        return tuple(self.part_bytes(part) for part in range(self.part_count))
+        """Exact bytes of each dense part, in part order."""
+        return self.group_sizes(None)
 
     @property
     def block_bytes(self) -> int:
-        """Exact bytes of a whole block, all parts together."""
+        """Exact bytes of a whole block, all dense parts together."""
         return sum(self.part_sizes)
+
+    def group_of(self, part: int) -> int | None:
+        """The group to which a part belongs, as a position in `groups`; None for full attention."""
+        return self._part(part).group
+
+    def group_parts(self, group: int | None) -> range:
+        """The numbers of the parts of one group."""
+        numbers = [number for number, part in enumerate(self.parts) if part.group == group]
+        return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+
+    def group_sizes(self, group: int | None) -> tuple[int, ...]:
+        """Exact bytes of each part of one group."""
+        return tuple(part.size_bytes for part in self.parts if part.group == group)
+
+    def needed_blocks(self, part: int, blocks: int) -> range:
+        """The blocks of which a match of `blocks` blocks needs this part."""
+        group = self.group_of(part)
+        back = blocks if group is None else self.groups[group].blocks_back(self.block_tokens)
+        return range(max(0, blocks - back), blocks)
+
+    def part_of(self, rank: int, group: int | None = None) -> int | None:
+        """The part of a group that a rank writes; None where another rank writes the same bytes."""
+        return next(
+            (number for number, part in enumerate(self.parts) if (part.group, part.writer) == (group, rank)), None
+        )
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The ranks that write parts, in ascending order."""
+        return tuple(sorted({part.writer for part in self.parts}))
+
+    def _part(self, part: int) -> LayoutPart:
+        if not 0 <= part < len(self.parts):
+            raise InvalidLayoutError(f"part is {part}, expected 0..{len(self.parts) - 1}")
+        return self.parts[part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +302,8 @@ class StoreStats:
     `hit_tokens` and `loaded_tokens` are by tier name, `rejected_blocks` and `evicted_blocks` by reason, `disk_faults`
     by kind: what the disk did wrong, each a miss or a refused store. `what_if` is empty until a tier is full,
     and with an eviction policy that does not rehearse. `quarantined_slots` are places on disk that are not used since
-    they could not be read, written or erased.
+    they could not be read, written or erased. `sparse_blocks` have parts of a layer group, and count once for each;
+    `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
     """
 
     tiers: dict[str, TierStats]
@@ -273,6 +325,8 @@ class StoreStats:
     policy_bytes: int
     what_if: tuple[WhatIf, ...] = ()
     quarantined_slots: int = 0
+    sparse_blocks: int = 0
+    shortened_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +366,36 @@ def require_seconds(seconds: object, name: str) -> float:
     raise InvalidArgumentError(f"{name} is {seconds!r}, expected seconds, at least 0 and below 1e9, or None for never")
 
 
+def require_turn_ends(turn_ends: Iterable[object], prompt_tokens: int) -> tuple[int, ...]:
+    """The ends of a prompt's turns, in tokens; raises InvalidArgumentError where they cannot be."""
+    ends = tuple(turn_ends)
+    if len(ends) > TURN_ENDS_MAX:
+        raise InvalidArgumentError(f"turn_ends has {len(ends)} ends, expected at most {TURN_ENDS_MAX}")
+    checked = []
+    for end in ends:
+        if not isinstance(end, int) or isinstance(end, bool) or not 0 <= end <= prompt_tokens:
+            raise InvalidArgumentError(f"a turn ends at {end!r}, expected 0..{prompt_tokens} tokens")
+        checked.append(end)
+    return tuple(checked)
+
+
+def require_writer(layout: KvLayout, rank: object) -> int:
+    """Raise InvalidArgumentError unless a rank writes parts of this layout."""
+    if isinstance(rank, int) and not isinstance(rank, bool) and rank in layout.writers:
+        return rank
+    raise InvalidArgumentError(
+        f"rank is {rank!r}, expected one that writes: {', '.join(map(str, layout.writers))}; what the others have is "
+        "written by those, or belongs to another part set"
+    )
+
+
+def require_own_part(layout: KvLayout, rank: int, part: int | None) -> None:
+    """Raise InvalidArgumentError unless this part is named and the rank's own."""
+    own = [number for number, found in enumerate(layout.parts) if found.writer == rank]
+    if part not in own and not (part is None and layout.writers == (rank,)):
+        raise InvalidArgumentError(f"part is {part}, expected one that rank {rank} writes: {', '.join(map(str, own))}")
+
+
 def require_root(root: object) -> None:
     """Raise InvalidNamespaceError unless it is a Root or None."""
     if root is not None and not isinstance(root, Root):
@@ -338,6 +422,25 @@ def _check_form(layout: KvLayout) -> None:
         raise InvalidLayoutError(f"layout.kv_heads is {layout.kv_heads}, expected 1 for the latent form")
 
 
+def _check_groups(layout: KvLayout) -> None:
+    groups = layout.groups
+    if not isinstance(groups, tuple) or not all(isinstance(group, (SlidingWindow, Recurrent)) for group in groups):
+        raise InvalidLayoutError(f"layout.groups is {groups!r:.80}, expected a tuple of SlidingWindow and Recurrent")
+    if len(groups) > GROUPS_MAX:
+        raise InvalidLayoutError(f"the layout has {len(groups)} groups, expected at most {GROUPS_MAX}")
+    for index, group in enumerate(groups):
+        name = f"layout.groups[{index}]"
+        if group.heads % layout.tensor_parallel and layout.tensor_parallel % group.heads:
+            raise InvalidLayoutError(
+                f"{name} has {group.heads} heads, expected a divisor or a multiple of "
+                f"tensor_parallel ({layout.tensor_parallel})"
+            )
+        if layout.pipeline_parallel > group.layers:
+            raise InvalidLayoutError(
+                f"{name} has {group.layers} layers, expected at least pipeline_parallel ({layout.pipeline_parallel})"
+            )
+
+
 def _check_ranks(layout: KvLayout) -> None:
     if layout.kv_heads % layout.tensor_parallel and layout.tensor_parallel % layout.kv_heads:
         raise InvalidLayoutError(
@@ -348,8 +451,55 @@ def _check_ranks(layout: KvLayout) -> None:
         raise InvalidLayoutError(
             f"layout.pipeline_parallel is {layout.pipeline_parallel}, expected at most layers ({layout.layers})"
         )
-    if layout.part_count > PARTS_MAX:
-        raise InvalidLayoutError(f"the layout has {layout.part_count} parts, expected at most {PARTS_MAX}")
+    heads = (layout.kv_heads, *(group.heads for group in layout.groups))
+    part_count = sum(tensor_writers(count, layout.tensor_parallel) for count in heads) * layout.pipeline_parallel
+    if part_count > PARTS_MAX:
+        raise InvalidLayoutError(f"the layout has {part_count} parts, expected at most {PARTS_MAX}")
+    _check_part_set(layout)
+
+
+def _check_part_set(layout: KvLayout) -> None:
+    world_size = layout.tensor_parallel * layout.pipeline_parallel
+    ranks = layout.ranks
+    if not isinstance(ranks, tuple) or not all(isinstance(rank, int) and 0 <= rank < world_size for rank in ranks):
+        raise InvalidLayoutError(f"layout.ranks is {ranks!r:.80}, expected a tuple of ranks from 0 to {world_size - 1}")
+    if list(ranks) != sorted(set(ranks)):
+        raise InvalidLayoutError(f"layout.ranks is {ranks!r:.80}, expected each rank once, in ascending order")
+    if len(ranks) > RANKS_MAX or len(ranks) == world_size:
+        raise InvalidLayoutError(
+            f"layout.ranks has {len(ranks)} ranks, expected at most {RANKS_MAX}, and () for all {world_size}"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(layout: KvLayout) -> tuple[LayoutPart, ...]:
+    """Every part that a rank of the part set holds; the first of them that holds it writes it."""
+    dense_bytes = _dense_layer_bytes(layout)
+    sizes: list[tuple[int | None, int, int, int]] = [(None, layout.layers, layout.kv_heads, dense_bytes)]
+    sizes += [
+        (index, group.layers, group.heads, group.layer_bytes(layout.block_tokens))
+        for index, group in enumerate(layout.groups)
+    ]
+    parts = []
+    for index, layers, heads, layer_bytes in sizes:
+        writers = tensor_writers(heads, layout.tensor_parallel)
+        replicas = layout.tensor_parallel // writers
+        for place in range(writers * layout.pipeline_parallel):
+            ranks = range(place * replicas, (place + 1) * replicas)
+            attached = ranks if not layout.ranks else _within(layout.ranks, ranks)
+            if attached:
+                count = stage_layers(layers, layout.pipeline_parallel, place // writers)
+                parts.append(LayoutPart(index, ranks, attached[0], count * layer_bytes // writers))
+    return tuple(parts)
+
+
+def _within(ascending: tuple[int, ...], numbers: range) -> tuple[int, ...]:
+    return ascending[bisect_left(ascending, numbers.start) : bisect_left(ascending, numbers.stop)]
+
+
+def _dense_layer_bytes(layout: KvLayout) -> int:
+    planes = 1 if layout.kv_form == KvForm.LATENT else 2
+    return planes * layout.kv_heads * layout.head_dim * layout.block_tokens * DTYPE_BYTES[layout.dtype]
 
 
 def _check_text(value: object, name: str, error: type[InvalidLayoutError] | type[InvalidNamespaceError]) -> None:

@@ -22,12 +22,21 @@ from kvstore.transport.link import CACHE, Deadlines, Lookup
 from kvstore.transport.remote import RemoteLease, RemoteStage
 from kvstore.transport.wire_dial import NoFastLaneError
 from kvstore.transport.wire_link import WireLink
-from kvstore.types import PLAIN_ROOT, PrefixMatch, ScrubPage, Verification, require_seconds
+from kvstore.types import (
+    PLAIN_ROOT,
+    PrefixMatch,
+    ScrubPage,
+    Verification,
+    require_namespace,
+    require_seconds,
+    require_turn_ends,
+    require_writer,
+)
 from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from kvstore.events import EventPage
@@ -99,15 +108,26 @@ class Client:
         return self._call(lambda connection: RemoteLease(connection, match))
 
     def stage(
-        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        root: Root | None = None,
+        from_block: int = 0,
+        turn_ends: Sequence[int] = (),
+        rank: int | None = None,
     ) -> RemoteStage:
         """Begin to store."""
         prompt = as_token_array(tokens)
         _check_range(from_block, _UINT32_MAX, "from_block")
+        request = pb.StageRequest(from_block=from_block, turn_ends=require_turn_ends(turn_ends, prompt.size))
+        if rank is not None:
+            require_namespace(namespace)
+            request.rank = require_writer(namespace.layout, rank)
 
         def attempt(connection: Link) -> RemoteStage:
-            packed = convert.prompt_to_proto(connection.ns_id(namespace), root, prompt)
-            return RemoteStage(connection, namespace.layout, packed, from_block)
+            request.prompt.CopyFrom(convert.prompt_to_proto(connection.ns_id(namespace), root, prompt))
+            return RemoteStage(connection, namespace.layout, request)
 
         return self._call(attempt)
 

@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
+from kvstore.layer_groups import Recurrent, SlidingWindow
 from kvstore.types import (
     PLAIN_ROOT,
     CommitResult,
@@ -31,11 +32,15 @@ if TYPE_CHECKING:
 
     from google.protobuf.duration_pb2 import Duration
 
+    from kvstore.api import Stage
+    from kvstore.layer_groups import LayerGroup
     from kvstore.types import TokenArray
 
 PAGE_BYTES = 4 * 2**20
 _EVENT_OVERHEAD_BYTES = 128
-_LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout))
+_LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout) if item.name != "groups")
+_WINDOW_FIELDS = tuple(item.name for item in fields(SlidingWindow))
+_RECURRENT_FIELDS = tuple(item.name for item in fields(Recurrent))
 _ROOT_FIELDS = tuple(item.name for item in fields(Root))
 _SIMPLE_STATS = (
     "namespaces",
@@ -50,6 +55,8 @@ _SIMPLE_STATS = (
     "index_bytes",
     "policy_bytes",
     "quarantined_slots",
+    "sparse_blocks",
+    "shortened_tokens",
 )
 _MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults")
 
@@ -61,7 +68,7 @@ def namespace_to_proto(namespace: Namespace) -> block_pb2.Namespace:
             tenant=namespace.tenant,
             model=namespace.model,
             revision=namespace.revision,
-            layout=block_pb2.KvLayout(**{name: getattr(namespace.layout, name) for name in _LAYOUT_FIELDS}),
+            layout=_layout_to_proto(namespace.layout),
         )
     except ValueError as err:
         raise InvalidNamespaceError(f"the namespace cannot be sent: {err}") from err
@@ -71,10 +78,39 @@ def namespace_from_proto(message: block_pb2.Namespace, secret: bytes | None) -> 
     """The checked namespace. Raises InvalidNamespaceError or InvalidLayoutError."""
     if not message.HasField("layout"):
         raise InvalidLayoutError("the namespace has no layout")
-    layout = KvLayout(**{name: getattr(message.layout, name) for name in _LAYOUT_FIELDS})
+    layout = _layout_from_proto(message.layout)
     return Namespace(
         tenant=message.tenant, model=message.model, revision=message.revision, layout=layout, secret=secret
     )
+
+
+def _layout_to_proto(layout: KvLayout) -> block_pb2.KvLayout:
+    message = block_pb2.KvLayout(**{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
+    for group in layout.groups:
+        if isinstance(group, SlidingWindow):
+            message.groups.add().sliding_window.MergeFrom(
+                block_pb2.SlidingWindow(**{name: getattr(group, name) for name in _WINDOW_FIELDS})
+            )
+        else:
+            message.groups.add().recurrent.MergeFrom(
+                block_pb2.Recurrent(**{name: getattr(group, name) for name in _RECURRENT_FIELDS})
+            )
+    return message
+
+
+def _layout_from_proto(message: block_pb2.KvLayout) -> KvLayout:
+    given = {name: getattr(message, name) for name in _LAYOUT_FIELDS}
+    given["ranks"] = tuple(message.ranks)
+    return KvLayout(**given, groups=tuple(_group_from_proto(group) for group in message.groups))
+
+
+def _group_from_proto(message: block_pb2.LayerGroup) -> LayerGroup:
+    match message.WhichOneof("kind"):
+        case "sliding_window":
+            return SlidingWindow(**{name: getattr(message.sliding_window, name) for name in _WINDOW_FIELDS})
+        case "recurrent":
+            return Recurrent(**{name: getattr(message.recurrent, name) for name in _RECURRENT_FIELDS})
+    raise InvalidLayoutError("a group of the layout is of no kind that this version knows; upgrade it")
 
 
 def root_to_proto(root: Root) -> block_pb2.Root:
@@ -115,6 +151,25 @@ def runs_to_proto(runs: Iterable[TierRun]) -> list[block_pb2.TierRun]:
 def runs_from_proto(messages: Iterable[block_pb2.TierRun]) -> tuple[TierRun, ...]:
     """Runs of one match."""
     return tuple(TierRun(Tier(message.tier), message.blocks) for message in messages)
+
+
+def stage_to_proto(stage: Stage, layout: KvLayout) -> cache_service_pb2.StageResponse:
+    """What a stage wants."""
+    message = cache_service_pb2.StageResponse(from_block=stage.from_block, blocks=stage.blocks)
+    for part in range(layout.part_count, len(layout.parts)):
+        runs = stage.wanted(part)
+        message.sparse.add(first_blocks=[run.start for run in runs], blocks=[len(run) for run in runs])
+    return message
+
+
+def wanted_from_proto(message: cache_service_pb2.StageResponse, layout: KvLayout) -> dict[int, tuple[range, ...]]:
+    """By sparse part, the blocks of which it is wanted."""
+    return {
+        layout.part_count + number: tuple(
+            range(first, first + count) for first, count in zip(wanted.first_blocks, wanted.blocks, strict=True)
+        )
+        for number, wanted in enumerate(message.sparse)
+    }
 
 
 def commit_to_proto(result: CommitResult) -> cache_service_pb2.CommitResponse:

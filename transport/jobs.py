@@ -40,14 +40,15 @@ class WriteJob:
     row_bytes: int
     from_block: int
     blocks: int
+    is_sparse: bool
 
 
 @runtime_checkable
 class Lender(Protocol):
     """A lease or stage whose rows can be moved without a copy: flat pieces of memory, in order, while they are lent.
 
-    A lease lends leading blocks only, as many as lie in memory; a stage lends all, and counts them as written if the
-    loan ends without an exception.
+    A lease lends leading blocks only, as many as lie in memory, and no sparse parts; a stage lends dense parts alone,
+    of all blocks, and counts them as written if the loan ends without an exception.
     """
 
     def lend(
@@ -71,7 +72,9 @@ def write_job(session: Session, start: pb.WriteStart, limits: ServiceLimits) -> 
     """Raises ClosedError for a stage the session does not hold."""
     held = session.stages.get(start.stage_id)
     part = start.part if start.HasField("part") else None
-    return WriteJob(held.handle, part, _row_bytes(held.layout, part, limits), start.from_block, start.blocks)
+    row_bytes = _row_bytes(held.layout, part, limits)
+    is_sparse = part is not None and held.layout.group_of(part) is not None
+    return WriteJob(held.handle, part, row_bytes, start.from_block, start.blocks, is_sparse)
 
 
 def _row_bytes(layout: KvLayout, part: int | None, limits: ServiceLimits) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from kvstore.errors import LayoutMismatchError
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
 from kvstore.types import require_namespace
@@ -122,7 +123,20 @@ class OpenNamespaces:
             request = pb.OpenNamespaceRequest(
                 session_id=link.session.session_id, namespace=convert.namespace_to_proto(namespace), proof=proof
             )
-            ns_id = link.call(CACHE, "OpenNamespace", request, pb.OpenNamespaceResponse).ns_id
-            self._ids[namespace] = ns_id
+            answer = link.call(CACHE, "OpenNamespace", request, pb.OpenNamespaceResponse)
+            _check_parts(namespace, answer)
+            ns_id = self._ids[namespace] = answer.ns_id
         self._last = (namespace, ns_id)
         return ns_id
+
+
+def _check_parts(namespace: Namespace, answer: pb.OpenNamespaceResponse) -> None:
+    """Refuse a server that does not know fields of the layout, and so took it for another one."""
+    layout = namespace.layout
+    is_new = bool(layout.groups or layout.ranks)
+    expected = [part.size_bytes for part in layout.parts]
+    if is_new and list(answer.part_bytes) != expected:
+        raise LayoutMismatchError(
+            f"the server reckons with parts of {list(answer.part_bytes)} bytes, this layout has {expected}; "
+            "it is of another version: upgrade it"
+        )

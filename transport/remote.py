@@ -9,18 +9,19 @@ from kvstore.buffers import readable_rows, writable_rows
 from kvstore.errors import ClosedError, InvalidArgumentError, UnavailableError
 from kvstore.transport import convert
 from kvstore.transport.link import CACHE
-from kvstore.types import LoadResult
+from kvstore.types import LoadResult, require_own_part
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import numpy as np
     from google.protobuf.message import Message
+    from numpy.typing import NDArray
 
     from kvstore.api import BlockBuffer
     from kvstore.transport.link import Link
     from kvstore.types import CommitResult, KvLayout, PrefixMatch
-    from kvstore.v1 import block_pb2
 
 
 class RemoteLease:
@@ -67,6 +68,8 @@ class RemoteLease:
             part=part,
         )
         blocks = self._connection.load(request, rows[:count].reshape(-1))
+        if self._layout.groups and blocks < count:
+            blocks = 0  # a shorter prefix without its sparse parts is of no use
         return LoadResult(blocks, count, blocks * row_bytes)
 
     def release(self) -> None:
@@ -89,15 +92,15 @@ class RemoteLease:
 class RemoteStage:
     """A kvstore.api.Stage of a session. Raises UnavailableError once that session has ended."""
 
-    def __init__(self, connection: Link, layout: KvLayout, prompt: block_pb2.Prompt, from_block: int) -> None:
+    def __init__(self, connection: Link, layout: KvLayout, request: pb.StageRequest) -> None:
+        """Open what `request` asks for, which names no session and no stage yet."""
         self._connection = connection
         self._layout = layout
-        self._requested_from = from_block
+        self._requested_from = request.from_block
+        self._rank = request.rank if request.HasField("rank") else None
         self._stage_id = connection.new_id()
         self._open = _OpenFlag("stage")
-        request = pb.StageRequest(
-            session_id=connection.session.session_id, prompt=prompt, from_block=from_block, stage_id=self._stage_id
-        )
+        request.session_id, request.stage_id = connection.session.session_id, self._stage_id
         try:
             opened = connection.call(CACHE, "Stage", request, pb.StageResponse)
         except UnavailableError:
@@ -106,6 +109,7 @@ class RemoteStage:
             raise
         self._from_block = opened.from_block
         self._blocks = opened.blocks
+        self._sparse_wanted = convert.wanted_from_proto(opened, layout)
 
     @property
     def from_block(self) -> int:
@@ -117,24 +121,38 @@ class RemoteStage:
         """How many blocks want bytes."""
         return self._blocks
 
+    def wanted(self, part: int) -> tuple[range, ...]:
+        """The blocks of which a part is wanted."""
+        if self._layout.group_of(part) is not None:
+            return self._sparse_wanted.get(part, ())
+        return (range(self._from_block, self._from_block + self._blocks),) if self._blocks else ()
+
     def write_from(self, buffer: BlockBuffer, *, from_block: int | None = None, part: int | None = None) -> int:
         """Stream the rows that are wanted. A write that breaks aborts the stage: what arrived is not to be trusted."""
         rows = readable_rows(buffer, _row_bytes(self._layout, part))
         first = self._requested_from if from_block is None else from_block
+        if first < 0:
+            raise InvalidArgumentError(f"from_block is {first}, expected at least 0")
+        if self._rank is not None:
+            require_own_part(self._layout, self._rank, part)
         self._open.check()
-        begin = max(first, self._from_block)
-        end = min(first + len(rows), self._from_block + self._blocks)
-        if begin >= end:
-            return 0
+        taken = 0
+        for run in self.wanted(0 if part is None else part):
+            begin, end = max(first, run.start), min(first + len(rows), run.stop)
+            if begin < end:
+                taken += self._write(rows[begin - first : end - first], begin, part)
+        return taken
+
+    def _write(self, rows: NDArray[np.uint8], begin: int, part: int | None) -> int:
         start = pb.WriteStart(
             session_id=self._connection.session.session_id,
             stage_id=self._stage_id,
             from_block=begin,
-            blocks=end - begin,
+            blocks=len(rows),
             part=part,
         )
         try:
-            return self._connection.write(start, rows[begin - first : end - first].reshape(-1))
+            return self._connection.write(start, rows.reshape(-1))
         except UnavailableError:
             if self._open.end():
                 self._connection.give_up(CACHE, "Abort", self._abort_request(), pb.AbortResponse)

@@ -100,7 +100,8 @@ class CacheService:
         ns_id = await self._state.short.run(partial(self._store.namespace_id, namespace))
         session.open_namespace(ns_id, namespace)
         layout = namespace.layout
-        return pb.OpenNamespaceResponse(ns_id=ns_id, block_bytes=layout.block_bytes, part_bytes=layout.part_sizes)
+        part_bytes = [part.size_bytes for part in layout.parts]
+        return pb.OpenNamespaceResponse(ns_id=ns_id, block_bytes=layout.block_bytes, part_bytes=part_bytes)
 
     def _proven_secret(self, namespace: Namespace, challenge: bytes, proof: bytes) -> bytes:
         proven = None
@@ -222,12 +223,19 @@ class CacheService:
         stage = await self._state.short.run(
             lambda: session.stages.open(
                 request.stage_id,
-                lambda: self._store.stage(namespace, tokens, root=root, from_block=request.from_block),
+                lambda: self._store.stage(
+                    namespace,
+                    tokens,
+                    root=root,
+                    from_block=request.from_block,
+                    turn_ends=request.turn_ends,
+                    rank=request.rank if request.HasField("rank") else None,
+                ),
                 namespace.layout,
             ),
             undo=lambda _: session.stages.end(request.stage_id),
         )
-        return pb.StageResponse(from_block=stage.from_block, blocks=stage.blocks)
+        return convert.stage_to_proto(stage, namespace.layout)
 
     async def write(self, requests: AsyncIterator[pb.WriteRequest | memoryview]) -> pb.WriteResponse:
         """Write the rows of each frame as it comes."""
@@ -315,8 +323,9 @@ class CacheService:
 
 
 def _check_size(layout: KvLayout) -> None:
-    if layout.block_bytes > BLOCK_BYTES_MAX:
-        raise InvalidLayoutError(f"a block has {layout.block_bytes} bytes, this server takes {BLOCK_BYTES_MAX}")
+    block_bytes = sum(part.size_bytes for part in layout.parts)
+    if block_bytes > BLOCK_BYTES_MAX:
+        raise InvalidLayoutError(f"a block has {block_bytes} bytes, this server takes {BLOCK_BYTES_MAX}")
 
 
 def _claimed_match(namespace: Namespace, request: pb.LeaseRequest) -> PrefixMatch:

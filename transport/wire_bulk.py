@@ -203,6 +203,10 @@ class _BulkCall:
 
     def _receive_rows(self, job: WriteJob) -> int:
         receiver = RowReceiver(self._peer, self._call_id)
+        if job.is_sparse:
+            taken = self._receive_copied(receiver, job, job.from_block, job.from_block + job.blocks)
+            receiver.finish()
+            return taken
         wanted_from, wanted_end = job.stage.from_block, job.stage.from_block + job.stage.blocks
         end_block = job.from_block + job.blocks
         begin, end = max(job.from_block, wanted_from), min(end_block, wanted_end)
@@ -220,13 +224,19 @@ class _BulkCall:
             with job.stage.lend(from_block=begin, blocks=end - begin, part=job.part) as pieces:
                 receiver.fill(piece.data for piece in pieces)
             return
+        self._receive_copied(receiver, job, begin, end)
+
+    def _receive_copied(self, receiver: RowReceiver, job: WriteJob, begin: int, end: int) -> int:
+        """Have the store copy what comes; returns how many rows it took."""
+        taken = 0
         count = max(1, self._limits.bulk_buffer_bytes // job.row_bytes)
         buffer = self._buffers.take(count * job.row_bytes)
         for first in range(begin, end, count):
             rows = buffer[: min(count, end - first) * job.row_bytes].reshape(-1, job.row_bytes)
             receiver.fill([rows.reshape(-1).data])
-            job.stage.write_from(rows, from_block=first, part=job.part)
+            taken += job.stage.write_from(rows, from_block=first, part=job.part)
         self._buffers.give_back(buffer)
+        return taken
 
     def _skip(self, receiver: RowReceiver, size_bytes: int) -> None:
         """Take rows that the stage does not want off the wire."""

@@ -6,19 +6,23 @@ import json
 import re
 import sys
 import tomllib
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import read_secret
 from kvstore.errors import InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
+from kvstore.layer_groups import Recurrent, SlidingWindow
 from kvstore.types import KvLayout, Namespace, Root
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
+    from kvstore.layer_groups import LayerGroup
+
 _NAMESPACE_FIELDS = ("model", "revision", "tenant", "secret_file", "layout", "root")
+_GROUP_KINDS: dict[str, type[LayerGroup]] = {"sliding_window": SlidingWindow, "recurrent": Recurrent}
 
 
 def namespace_of(arguments: argparse.Namespace) -> Namespace:
@@ -95,7 +99,27 @@ def _layout(from_file: Mapping[str, Any], flag: str | None) -> KvLayout:
     missing = [name for name in ("layers", "kv_heads", "head_dim", "dtype") if name not in values]
     if missing:
         raise InvalidLayoutError(f"the layout has no {', '.join(missing)}; give --layout or --namespace FILE")
+    for name in ("groups", "ranks"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
+    if isinstance(values.get("groups"), tuple):
+        values["groups"] = tuple(_layer_group(group) for group in values["groups"])
     return KvLayout(**values)
+
+
+def _layer_group(values: object) -> LayerGroup:
+    """A table `[[layout.groups]]`: its kind and the fields of that."""
+    given = dict(values) if isinstance(values, dict) else {}
+    kind = given.pop("kind", None)
+    made_by = _GROUP_KINDS.get(kind) if isinstance(kind, str) else None
+    if made_by is None:
+        raise InvalidLayoutError(f"a group of the layout is of kind {kind!r}, expected {' or '.join(_GROUP_KINDS)}")
+    declared = fields(made_by)
+    _refuse_unknown(given, [item.name for item in declared], kind, InvalidLayoutError)
+    missing = [item.name for item in declared if item.default is MISSING and item.name not in given]
+    if missing:
+        raise InvalidLayoutError(f"a {kind} group of the layout has no {', '.join(missing)}")
+    return made_by(**given)
 
 
 def _layout_flag(flag: str | None) -> dict[str, int | str]:

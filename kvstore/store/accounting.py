@@ -21,6 +21,7 @@ class Accounting:
         self.lookup_tokens = 0
         self.hit_tokens: Counter[str] = Counter()
         self.loaded_tokens: Counter[str] = Counter()
+        self.shortened_tokens = 0
         self.stored_blocks = 0
         self.present_blocks = 0
         self.corrupt_blocks = 0

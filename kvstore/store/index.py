@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,16 +16,19 @@ from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
-from kvstore.types import require_namespace
+from kvstore.store.sparse import SparseGroup, SparseParts
+from kvstore.types import Tier, require_namespace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from kvstore.clock import Clock
-    from kvstore.store.settings import StoreSettings
+    from kvstore.store.settings import Quota, StoreSettings
     from kvstore.store.space import Freed
     from kvstore.tiers.base import RecoveredBlock, SlotRange
     from kvstore.tiers.host import HostTier
     from kvstore.tiers.persistent import PersistentPool, PersistentTier
-    from kvstore.types import BlockIds, Namespace, Tier
+    from kvstore.types import BlockIds, KvLayout, Namespace, Slots
 
 _SECRET_BYTES = 32
 _TICKS_PER_SECOND = 1_000_000
@@ -38,6 +42,14 @@ class Giver:
 
     space: Space
     worth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Most bytes that dense blocks, and those that each sparse group, may take up in a tier; None for no limit."""
+
+    dense: int | None
+    sparse: int
 
 
 class Index:
@@ -175,9 +187,10 @@ class Index:
             namespace, space = empty
             space.retired = True
             del self._spaces[namespace]
-        self.host.forget(space.ns_id)
-        if self.disk is not None:
-            self.disk.forget(space.ns_id)
+        for pool_id in space.pool_ids:
+            self.host.forget(pool_id)
+            if self.disk is not None:
+                self.disk.forget(pool_id)
         return True
 
     def _make_space(self, namespace: Namespace) -> Space:
@@ -185,35 +198,74 @@ class Index:
         layout = namespace.layout
         saved = self._snapshots.load(SnapshotOwner(self.settings.eviction_policy, ns_id, layout.block_tokens))
         quota = self.settings.quota(namespace)
+        shares = self._shares(layout, quota)
         disk_pool = None
         if self.disk is not None:
-            disk_pool = self.disk.pool(ns_id, layout.part_sizes, layout.block_tokens, bytes_max=quota.disk_max)
+            disk_pool = self.disk.pool(ns_id, layout.part_sizes, layout.block_tokens, bytes_max=shares[Tier.DISK].dense)
         space = Space(
             ns_id=ns_id,
             ns_key=hashing.namespace_key(namespace, self._node_secret),
             layout=layout,
-            host=self.host.pool(ns_id, layout.part_sizes, bytes_max=quota.host_max),
+            host=self.host.pool(ns_id, layout.part_sizes, bytes_max=shares[Tier.HOST].dense),
             disk=disk_pool,
             events=self.events,
             policy=self.settings.eviction_policy,
+            sparse=self._make_sparse(ns_id, layout, shares),
             quota=quota,
             hash_seed=None if saved is None else saved.hash_seed,
         )
         if self.disk is not None and disk_pool is not None:
-            excess = _excess_ranges(disk_pool)
-            recovered = self.disk.recovered(ns_id)
             with self.lock:
                 tick = self.next_tick()
-            orphans = space.adopt((block for block in recovered if not _lies_in(block, excess)), tick)
-            beyond = [block.slot for block in recovered if _lies_in(block, excess)]
-            gone = np.concatenate([orphans, np.array(beyond, dtype=np.uint32)])
-            if gone.size:
-                disk_pool.free(gone)
-            for slot_range in excess:
-                disk_pool.give_back(slot_range)
+            _adopt(self.disk, disk_pool, ns_id, partial(space.adopt, tick=tick))
+            for number, group in enumerate(space.sparse.groups):
+                if group.disk is not None:
+                    pool_id = hashing.group_pool_id(ns_id, number)
+                    _adopt(self.disk, group.disk, pool_id, partial(space.adopt_sparse, number))
+            space.end_adoption()
             if saved is not None:
                 self._snapshots.restore(space, saved, tick)
         return space
+
+    def _shares(self, layout: KvLayout, quota: Quota) -> dict[Tier, Share]:
+        """What dense blocks and each sparse group of a namespace may take up in each tier."""
+        disk_bytes = 0 if self.disk is None else self.disk.capacity_bytes
+        limits = {Tier.HOST: (quota.host_max, self.host.capacity_bytes), Tier.DISK: (quota.disk_max, disk_bytes)}
+        if not layout.groups:
+            return {tier: Share(dense=most, sparse=0) for tier, (most, _) in limits.items()}
+        shares = {}
+        for tier, (most, capacity) in limits.items():
+            whole = capacity if most is None else min(most, capacity)
+            sparse = int(whole * self.settings.sparse_ratio_max)
+            shares[tier] = Share(dense=whole - sparse, sparse=sparse // len(layout.groups))
+        return shares
+
+    def _make_sparse(self, ns_id: bytes, layout: KvLayout, shares: dict[Tier, Share]) -> SparseParts:
+        groups = []
+        for number, rule in enumerate(layout.groups):
+            pool_id = hashing.group_pool_id(ns_id, number)
+            sizes = layout.group_sizes(number)
+            host = self.host.pool(pool_id, sizes, bytes_max=shares[Tier.HOST].sparse)
+            disk = None
+            if self.disk is not None:
+                disk = self.disk.pool(pool_id, sizes, layout.block_tokens, bytes_max=shares[Tier.DISK].sparse)
+            groups.append(SparseGroup(rule, layout.group_parts(number), host, disk))
+        return SparseParts(layout, groups)
+
+
+def _adopt(
+    disk: PersistentTier, pool: PersistentPool, pool_id: bytes, take: Callable[[Iterable[RecoveredBlock]], Slots]
+) -> None:
+    """Have a space take what the disk holds of one pool; what has no place there, or is beyond its limit, goes."""
+    excess = _excess_ranges(pool)
+    recovered = disk.recovered(pool_id)
+    orphans = take([block for block in recovered if not _lies_in(block, excess)])
+    beyond = [block.slot for block in recovered if _lies_in(block, excess)]
+    gone = np.concatenate([orphans, np.array(beyond, dtype=np.uint32)])
+    if gone.size:
+        pool.free(gone)
+    for slot_range in excess:
+        pool.give_back(slot_range)
 
 
 def _excess_ranges(pool: PersistentPool) -> list[SlotRange]:

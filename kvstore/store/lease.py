@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import BlockBuffer
     from kvstore.store.index import Index
+    from kvstore.store.leased_parts import LeasedParts
     from kvstore.store.space import Space
     from kvstore.types import BlockIds
 
@@ -33,10 +34,18 @@ class StoreLease:
     `_lock` is held during a load, so that a release (or the end of the lease's time) waits until the copy has ended.
     """
 
-    def __init__(self, index: Index, space: Space, ids: BlockIds, forget: Callable[[StoreLease], None]) -> None:
+    def __init__(
+        self,
+        index: Index,
+        space: Space,
+        ids: BlockIds,
+        forget: Callable[[StoreLease], None],
+        sparse: LeasedParts,
+    ) -> None:
         self._index = index
         self._space = space
         self._ids = ids
+        self._sparse = sparse
         self._forget = forget
         self._lock = threading.Lock()
         self._open = True
@@ -57,9 +66,14 @@ class StoreLease:
         with self._lock:
             if not self._open:
                 raise ClosedError("the lease has ended: it was released, its time was over, or the store is closed")
-            ids = self._ids[from_block : from_block + len(rows)]
-            loaded = self._load(ids, rows, part)
-        return LoadResult(loaded, int(ids.size), loaded * row_bytes)
+            if part is not None and layout.group_of(part) is not None:
+                loaded, requested = self._sparse.load(rows, from_block, part)
+            else:
+                ids = self._ids[from_block : from_block + len(rows)]
+                loaded, requested = self._load(ids, rows, part), int(ids.size)
+        if layout.groups and loaded < requested:
+            loaded = 0  # a shorter prefix without its sparse parts is of no use
+        return LoadResult(loaded, requested, loaded * row_bytes)
 
     @contextmanager
     def lend(self, *, from_block: int, blocks: int, part: int | None) -> Iterator[list[NDArray[np.uint8]]]:
@@ -68,6 +82,9 @@ class StoreLease:
         Fewer than asked, or none, if the rest lies on disk. The blocks are held while they are lent, whatever becomes
         of the lease meanwhile, so a slow reader delays nobody. Raises ClosedError if the lease has ended.
         """
+        if part is not None and self._space.layout.group_of(part) is not None:
+            yield []  # sparse parts are read by copies
+            return
         with self._lock:
             if not self._open:
                 raise ClosedError("the lease has ended: it was released, its time was over, or the store is closed")
@@ -94,7 +111,7 @@ class StoreLease:
                 return
             self._open = False
         with self._index.lock:
-            freed = self._space.release(self._ids)
+            freed = self._space.release(self._ids, self._sparse.hold)
         self._index.settle(freed)
         self._forget(self)
 

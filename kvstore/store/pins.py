@@ -12,6 +12,7 @@ from kvstore.types import Pin
 if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.space import Freed, Space
+    from kvstore.store.sparse import SparseHold
     from kvstore.types import BlockIds
 
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 class _Held:
     space: Space
     ids: BlockIds
+    sparse: SparseHold
+    size_bytes: int
     expires_at: float | None
 
 
@@ -39,22 +42,25 @@ class PinTable:
         if len(self._held) >= settings.pins_max:
             raise NoSpaceError(f"there are {len(self._held)} pins, the limit (pins_max); unpin some first")
         limit_bytes = int(settings.pinned_ratio_max * self._index.host.capacity_bytes)
-        wanted_bytes = int(ids.size) * space.layout.block_bytes
+        wanted_bytes = space.held_bytes(ids)
         if self._pinned_bytes() + wanted_bytes > limit_bytes:
             raise NoSpaceError(
                 f"pinning {ids.size} blocks ({wanted_bytes} bytes) on top of {self._pinned_bytes()} pinned bytes "
                 f"exceeds {limit_bytes} (pinned_ratio_max x host capacity); unpin some or raise the limit"
             )
         space.tree.lease(ids)
+        sparse = space.sparse.hold(ids)
         pin_id = next(self._next_id)
         clock = self._index.clock
-        self._held[pin_id] = _Held(space, ids, None if ttl_seconds is None else clock.monotonic() + ttl_seconds)
+        self._held[pin_id] = _Held(
+            space, ids, sparse, wanted_bytes, None if ttl_seconds is None else clock.monotonic() + ttl_seconds
+        )
         return Pin(pin_id, int(ids.size), None if ttl_seconds is None else clock.unix() + ttl_seconds)
 
     def remove(self, pin_id: int) -> Freed | None:
         """End one pin; None if there is none of that id."""
         held = self._held.pop(pin_id, None)
-        return None if held is None else held.space.release(held.ids)
+        return None if held is None else held.space.release(held.ids, held.sparse)
 
     def expired(self) -> list[int]:
         """Ids of the pins whose time is over."""
@@ -66,4 +72,4 @@ class PinTable:
         return [pin_id for pin_id, held in self._held.items() if held.space is space]
 
     def _pinned_bytes(self) -> int:
-        return sum(int(held.ids.size) * held.space.layout.block_bytes for held in self._held.values())
+        return sum(held.size_bytes for held in self._held.values())

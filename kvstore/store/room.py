@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore.radix.tree import NO_SLOT
 from kvstore.store.moving import is_movable, move_out
+from kvstore.store.sparse_moves import SparseMover
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class RoomMaker:
     def __init__(self, index: Index) -> None:
         self._index = index
         self.lock = threading.Lock()
+        self.sparse = SparseMover(index, self)
 
     def reserve(self, space: Space, path: BlockIds, count: int) -> Slots:
         """Up to `count` host slots for the last blocks of a path, after evicting others where needed.
@@ -68,6 +70,24 @@ class RoomMaker:
         if givers and min(giver.worth for giver in givers) > self._affordable(space, path) * _NEARLY_EQUAL:
             return "not_worth"
         return "quota" if space.host.at_limit else "host_full"
+
+    def return_extent(self, space: Space, tier: Tier) -> bool:
+        """Have a tier get back an extent or slab that sparse parts of a space can take; `lock` must be held.
+
+        One in which nothing is used, else one of dense blocks, of the space that gives first. False if none could.
+        """
+        pools = [pool for other in self._index.spaces() for pool in other.pools(tier)]
+        if _give_back_idle(pools):
+            return True
+        if tier is Tier.DISK:
+            if self._drop_unclaimed():
+                return True
+        elif self._follow_out():
+            _give_back_idle(pools)  # the group that asks may have got free slots by it, or takes the extent anew
+            return True
+        with self._index.lock:
+            givers = self._index.givers(tier, space)[:_GIVERS_MAX]
+        return any(self._reclaim(giver.space, tier, inf) for giver in givers)
 
     def flush(self) -> None:
         """Write every committed block that is in host memory alone to disk, as far as the disk has room."""
@@ -102,12 +122,18 @@ class RoomMaker:
 
     def _free_host(self, space: Space, path: BlockIds, wanted: int) -> bool:
         """Let some blocks leave host memory; false if none could."""
-        others = [other.host for other in self._index.spaces() if other is not space]
+        others = [pool for other in self._index.spaces() for pool in other.pools(Tier.HOST) if pool is not space.host]
         if (not space.host.at_limit and _give_back_idle(others)) or self._free_condemned():
+            return True
+        if not space.host.at_limit and self._follow_out() and _give_back_idle(others):
             return True
         with self._index.lock:
             worth = self._affordable(space, path)
         return self._free(space, Tier.HOST, wanted, worth)
+
+    def _follow_out(self) -> bool:
+        """Let sparse parts leave host memory whose dense blocks left it before; true if there were any."""
+        return sum(self.sparse.leave_cooled(space) for space in self._index.spaces()) > 0
 
     def _free(self, space: Space, tier: Tier, wanted: int, worth: float) -> bool:
         """Let blocks leave a tier that are worth no more than `worth`, the least worth first; false if none could."""
@@ -203,7 +229,7 @@ class RoomMaker:
 
     def _free_disk(self, space: Space, wanted: int) -> bool:
         """Let some blocks leave the disk; false if none could."""
-        others = [other.disk for other in self._index.spaces() if other is not space and other.disk is not None]
+        others = [pool for other in self._index.spaces() for pool in other.pools(Tier.DISK) if pool is not space.disk]
         if space.disk is not None and not space.disk.at_limit and (_give_back_idle(others) or self._drop_unclaimed()):
             return True
         return self._free_condemned() or self._free(space, Tier.DISK, wanted, inf)

@@ -63,6 +63,7 @@ class StoreSettings:
     stages_max: int = 1024
     pins_max: int = 4096
     pinned_ratio_max: float = 0.5
+    sparse_ratio_max: float = 0.5
     request_ids_max: int = 65536
     events_bytes: int = 64 << 20
     room_seconds_max: float = 2.0
@@ -83,8 +84,9 @@ class StoreSettings:
             least = 0 if isinstance(value, float) else 1
             if value < least:
                 raise ConfigError(f"{item.name} is {value}, expected at least {least}")
-        if self.pinned_ratio_max > 1:
-            raise ConfigError(f"pinned_ratio_max is {self.pinned_ratio_max}, expected 0..1")
+        for name in ("pinned_ratio_max", "sparse_ratio_max"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected 0..1")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}, expected one of {', '.join(POLICIES)}")
         if self.huge_pages not in HUGE_PAGES:

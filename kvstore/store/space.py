@@ -6,7 +6,7 @@ import secrets
 import sys
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from kvstore import hashing
 from kvstore.events import EventKind
 from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
 from kvstore.store.settings import NO_QUOTA
+from kvstore.store.sparse import NO_HOLD, FreedSparse, SparseParts
 from kvstore.tiers.base import BlockIdentity, RecoveredBlock
 from kvstore.types import PLAIN_ROOT, Tier, TierRun, require_root
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvstore.events import EventLog
     from kvstore.store.settings import Quota
+    from kvstore.store.sparse import SparseHold
     from kvstore.tiers.base import Pool, SlotRange
     from kvstore.tiers.host import HostPool
     from kvstore.tiers.persistent import PersistentPool
@@ -44,7 +46,8 @@ _PASSING_SLOT = 0xFFF0_0000
 class Freed:
     """Slots that left the index under its lock; `settle()` gives them back to their pools outside of it.
 
-    With `more`, what this call cut off was too much for one hold of the lock: Index.settle frees the rest.
+    `sparse` are those of sparse parts. With `more`, what this call cut off was too much for one hold of the lock:
+    Index.settle frees the rest.
     """
 
     space: Space
@@ -52,6 +55,7 @@ class Freed:
     host: Slots
     disk: Slots
     more: bool
+    sparse: tuple[FreedSparse, ...] = ()
 
     def settle(self) -> None:
         """Return the slots. Freeing disk slots does I/O, so no lock of the index may be held."""
@@ -62,11 +66,18 @@ class Freed:
         """Return the slots of host memory alone; `settle_disk` must follow."""
         if self.host.size:
             self.space.host.free(self.host)
+        self._settle_sparse(Tier.HOST)
 
     def settle_disk(self) -> None:
         """Return the slots of the disk."""
         if self.disk.size and self.space.disk is not None:
             self.space.disk.free(self.disk)
+        self._settle_sparse(Tier.DISK)
+
+    def _settle_sparse(self, tier: Tier) -> None:
+        for freed in self.sparse:
+            if freed.tier is tier:
+                freed.pool.free(freed.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +91,7 @@ class Found:
 
 
 class Space:
-    """A namespace's radix tree, host pool and disk pool.
+    """A namespace's radix tree, host pool and disk pool, and its sparse parts with theirs.
 
     Every method that reads or changes the tree is called with the index lock held, but for `find`; the pools have
     locks of their own. `removing` is held by the thread that frees, slice by slice, what was cut off from the tree.
@@ -96,6 +107,7 @@ class Space:
         disk: PersistentPool | None,
         events: EventLog,
         policy: str,
+        sparse: SparseParts | None = None,
         quota: Quota = NO_QUOTA,
         hash_seed: int | None = None,
     ) -> None:
@@ -105,6 +117,7 @@ class Space:
         self.layout = layout
         self.host = host
         self.disk = disk
+        self.sparse = SparseParts(layout) if sparse is None else sparse
         self.quota = quota
         self.hash_seed = secrets.randbits(64) if hash_seed is None else hash_seed
         self.tree = RadixTree(layout.block_tokens, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
@@ -114,12 +127,23 @@ class Space:
         self._scale = max(_SCALE_MIN, quota.priority / (layout.block_bytes if is_measured else 1))
         self._ns_key = ns_key
         self._events = events
+        self._adopted: dict[BlockIdentity, int] = {}  # ids of blocks that came from disk, while the space is made
         self._clearing = False  # what is condemned was cleared: the event that said so names no keys
         self._root_key = lru_cache(maxsize=_ROOTS_REMEMBERED)(lambda root: hashing.root_key(ns_key, root))
 
     def pool(self, tier: Tier) -> Pool | None:
         """What it has of a tier; None where there is no such tier."""
         return self.host if tier is Tier.HOST else self.disk
+
+    @property
+    def pool_ids(self) -> list[bytes]:
+        """The names of its pools, that of its dense blocks first."""
+        return [self.ns_id, *(hashing.group_pool_id(self.ns_id, number) for number in range(len(self.sparse.groups)))]
+
+    def pools(self, tier: Tier) -> list[Pool]:
+        """All that it has of a tier, sparse parts included."""
+        pools = [self.pool(tier), *(group.pool(tier) for group in self.sparse.groups)]
+        return [pool for pool in pools if pool is not None]
 
     def least_bytes(self, tier: Tier) -> int:
         """Bytes of blocks of which other namespaces take nothing."""
@@ -134,6 +158,12 @@ class Space:
         """How many blocks others may take from it."""
         pool = self.pool(tier)
         return 0 if pool is None else max(0, -self.missing_bytes(tier) // pool.slot_bytes)
+
+    def held_bytes(self, ids: BlockIds) -> int:
+        """Bytes that a match keeps from leaving when it is held: its dense parts, and the sparse ones it needs."""
+        needed = (len(self.layout.needed_blocks(part, ids.size)) for part in range(len(self.layout.parts)))
+        sizes = (part.size_bytes for part in self.layout.parts)
+        return sum(count * size for count, size in zip(needed, sizes, strict=True))
 
     def worth(self, value: float) -> float:
         """What a block of that value in the tree is worth: comparable between namespaces."""
@@ -217,7 +247,7 @@ class Space:
         self.tree.evict(passing, Tier.DISK)
         unused = np.array(list(targets.values()), dtype=np.uint32)
         host = np.concatenate([kept.host, moved_from, unused])
-        return Freed(self, kept.blocks, host, kept.disk, kept.more)
+        return Freed(self, kept.blocks, host, kept.disk, kept.more, kept.sparse)
 
     def drop(self, ids: BlockIds) -> Freed:
         """Remove blocks and all below them whatever their holds; held ones give their slots back at the release."""
@@ -241,9 +271,10 @@ class Space:
         """Free one more slice of what was cut off."""
         return self._report(self.tree.reap(), None)
 
-    def release(self, ids: BlockIds) -> Freed:
-        """End one hold on each block."""
-        return self._freed(self.tree.release(ids))
+    def release(self, ids: BlockIds, sparse: SparseHold = NO_HOLD) -> Freed:
+        """End one hold on each block, and one on sparse parts."""
+        freed = self._freed(self.tree.release(ids))
+        return replace(freed, sparse=freed.sparse + self.sparse.release(sparse)) if sparse is not NO_HOLD else freed
 
     def announce(self, tier: Tier, keys: Sequence[bytes], *, root_key: bytes = b"", parent_key: bytes = b"") -> None:
         """Tell the event log that blocks entered a tier; root and parent where they are new on this node."""
@@ -263,13 +294,29 @@ class Space:
         for block in found:
             if self._has_right_key(block.identity):
                 children[block.identity.root_key, block.identity.parent_key].append(block)
-        taken: set[int] = set()
+        taken: dict[int, int] = {}
         for root_key in {block.identity.root_key for block in found}:
             tokens = np.empty(0, dtype=np.uint32)
             for path, first_new in _paths(root_key, children):
                 tokens = self._extended(tokens, path, first_new)
                 taken.update(self._adopt_path(root_key, path, tokens, tick))
+        if self.sparse.groups:
+            self._adopted = {block.identity: taken[block.slot] for block in found if block.slot in taken}
         return np.array([block.slot for block in found if block.slot not in taken], dtype=np.uint32)
+
+    def adopt_sparse(self, number: int, recovered: Iterable[RecoveredBlock]) -> Slots:
+        """The same for the parts of a sparse group, after `adopt`: only where their dense block is there."""
+        group = self.sparse.groups[number]
+        orphans = []
+        for block in recovered:
+            block_id = self._adopted.get(block.identity)
+            if block_id is None or not group.put(block_id, block.identity, Tier.DISK, block.slot):
+                orphans.append(block.slot)
+        return np.array(orphans, dtype=np.uint32)
+
+    def end_adoption(self) -> None:
+        """Forget what was adopted where."""
+        self._adopted = {}
 
     def _has_right_key(self, identity: BlockIdentity) -> bool:
         tokens = np.frombuffer(identity.tokens, dtype=np.uint32)
@@ -283,16 +330,21 @@ class Space:
         new = [np.frombuffer(block.identity.tokens, dtype=np.uint32) for block in path[first_new:]]
         return np.concatenate([tokens[: first_new * self.layout.block_tokens], *new])
 
-    def _adopt_path(self, root_key: bytes, path: Sequence[RecoveredBlock], tokens: TokenArray, tick: int) -> list[int]:
+    def _adopt_path(
+        self, root_key: bytes, path: Sequence[RecoveredBlock], tokens: TokenArray, tick: int
+    ) -> dict[int, int]:
+        """The ids of what was taken, by slot."""
         existing, ids = self.tree.stage(root_key, tokens, 0, tick)
         slots = np.array([block.slot for block in path[existing:]], dtype=np.uint32)
         self.tree.place(ids[existing:], Tier.DISK, slots)
         self.tree.release(ids)
-        return [int(slot) for slot in slots]
+        return dict(zip(slots.tolist(), ids[existing:].tolist(), strict=True))
 
     def _report(self, removed: Removed, tier: Tier | None) -> Freed:
         if tier is not None:
             self._announce_removed(removed.displaced_keys, tier, last_copy=False)
+        if tier is Tier.HOST:
+            self.sparse.cool(removed.displaced_keys)
         self._announce_removed(removed.dropped_keys, tier, last_copy=True)
         return self._freed(removed)
 
@@ -307,7 +359,8 @@ class Space:
         is_condemned = self.tree.condemned
         self._clearing = self._clearing and is_condemned
         more = is_condemned and removed.blocks > 0
-        return Freed(self, removed.blocks, removed.slots(Tier.HOST), removed.slots(Tier.DISK), more)
+        sparse = self.sparse.forget_keys(removed.dropped_keys) if self.sparse.block_count else ()
+        return Freed(self, removed.blocks, removed.slots(Tier.HOST), removed.slots(Tier.DISK), more, sparse)
 
 
 def _paths(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from kvstore.buffers import readable_rows
 from kvstore.errors import ClosedError, InvalidArgumentError
+from kvstore.store.match_rules import kept_points
+from kvstore.store.sparse_writes import SparseWrites
 from kvstore.types import CommitResult, Tier
 
 if TYPE_CHECKING:
@@ -22,7 +25,20 @@ if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.room import RoomMaker
     from kvstore.store.space import Space
-    from kvstore.types import BlockIds, Slots, TokenArray
+    from kvstore.store.sparse_moves import SparseMover
+    from kvstore.types import BlockIds, KvLayout, Slots, TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Of what a stage knows which matches are likely: the whole length of its prompt and where its turns end."""
+
+    prompt_tokens: int
+    turn_ends: tuple[int, ...] = ()
+
+    def kept(self, layout: KvLayout, present_blocks: int) -> list[int]:
+        """The points near which sparse parts are kept."""
+        return kept_points(self.prompt_tokens, layout.block_tokens, present_blocks, self.turn_ends)
 
 
 class StoreStage:
@@ -41,13 +57,17 @@ class StoreStage:
         root_key: bytes,
         prompt: TokenArray,
         requested_from: int,
+        points: Points,
+        mover: SparseMover,
         forget: Callable[[StoreStage], None],
     ) -> None:
         self._index = index
         self._space = space
-        self._root_key = root_key
-        self._prompt = prompt
-        self._requested_from = requested_from
+        self.root_key = root_key
+        self.prompt = prompt
+        self.requested_from = requested_from
+        self._points = points
+        self._sparse = SparseWrites(space, mover)
         self._forget = forget
         self._lock = threading.Lock()
         self._open = True
@@ -66,11 +86,11 @@ class StoreStage:
         """
         with self._lock:
             self._path = path
-            self._present = present if path.size else self._requested_from
+            self._present = present if path.size else self.requested_from
             if not self._open:
                 self._finish(0, [])
-            self._check_open()
-            missing = self._prompt.size // self._space.layout.block_tokens - self._present
+            self.check_open()
+            missing = self.prompt.size // self._space.layout.block_tokens - self._present
             if path.size:
                 self._slots = room.reserve(self._space, path, missing)
             self._refused = missing - int(self._slots.size)
@@ -80,12 +100,40 @@ class StoreStage:
     def _drop_refused(self, room: RoomMaker) -> None:
         with self._index.lock:
             accounting = self._index.accounting
-            accounting.present_blocks += self._present - self._requested_from
+            accounting.present_blocks += self._present - self.requested_from
             if self._refused:
                 reason = room.shortage(self._space, self._path) if self._path.size else "missing_prefix"
                 accounting.rejected_blocks[reason] += self._refused
-            freed = self._space.drop(self._path[self._present + self._slots.size :])
+            staged_end = self._present + int(self._slots.size)
+            if self._path.size:
+                self._sparse.begin(self._path[:staged_end], self._points.kept(self._space.layout, self._present))
+            freed = self._space.drop(self._path[staged_end:])
         self._index.settle(freed)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self._open
+
+    @property
+    def ns_id(self) -> bytes:
+        """The public name of its namespace."""
+        return self._space.ns_id
+
+    @property
+    def layout(self) -> KvLayout:
+        """The layout of its rows."""
+        return self._space.layout
+
+    @property
+    def present_blocks(self) -> int:
+        """Blocks that were asked for and are stored, or being stored, by others."""
+        return self._present - self.requested_from
+
+    @property
+    def wants_nothing(self) -> bool:
+        """Whether there is nothing to write, of any part."""
+        return not any(self.wanted(part) for part in range(len(self.layout.parts)))
 
     @property
     def from_block(self) -> int:
@@ -97,13 +145,23 @@ class StoreStage:
         """How many blocks want bytes."""
         return int(self._slots.size)
 
+    def wanted(self, part: int) -> tuple[range, ...]:
+        """The blocks of which a part is wanted; see kvstore.api.Stage."""
+        if self._space.layout.group_of(part) is not None:
+            return self._sparse.wanted(part)
+        return (range(self._present, self._present + self.blocks),) if self.blocks else ()
+
     def write_from(self, buffer: BlockBuffer, *, from_block: int | None = None, part: int | None = None) -> int:
         """Copy rows of `buffer` into the stage; see kvstore.api.Stage."""
         layout = self._space.layout
         rows = readable_rows(buffer, layout.block_bytes if part is None else layout.part_bytes(part))
-        first = self._requested_from if from_block is None else from_block
+        first = self.requested_from if from_block is None else from_block
+        if first < 0:
+            raise InvalidArgumentError(f"from_block is {first}, expected at least 0")
         with self._lock:
-            self._check_open()
+            self.check_open()
+            if part is not None and layout.group_of(part) is not None:
+                return self._sparse.write(rows, first, part)
             begin = max(first, self._present)
             end = min(first + len(rows), self._present + self.blocks)
             if begin >= end:
@@ -124,7 +182,7 @@ class StoreStage:
         taken = slice(from_block - self._present, from_block - self._present + blocks)
         assert 0 <= taken.start <= taken.stop <= self.blocks, (taken, self.blocks)
         with self._lock:
-            self._check_open()
+            self.check_open()
             self._lent += 1
         filled = False
         try:
@@ -142,12 +200,13 @@ class StoreStage:
         """Make the leading blocks whose every part was written visible, atomically; drop the others."""
         try:
             with self._lock:
-                self._check_open()
+                self.check_open()
                 if self._lent:
                     raise InvalidArgumentError("the stage is being written; commit it when the writes have returned")
                 complete = self._written.all(axis=0)
                 count = int(complete.size if complete.all() else complete.argmin())
-                keys = self._space.prompt_keys(self._root_key, self._prompt) if count else []
+                is_needed = count or self._sparse.any_written
+                keys = self._space.prompt_keys(self.root_key, self.prompt) if is_needed else []
                 self._open = False
                 stored = self._finish(count, keys)
         except BaseException:
@@ -156,7 +215,7 @@ class StoreStage:
             raise
         self._forget(self)
         incomplete = self.blocks - stored
-        return CommitResult(stored, self._present - self._requested_from, self._refused + incomplete)
+        return CommitResult(stored, self.present_blocks, self._refused + incomplete)
 
     def abort(self) -> None:
         """Drop everything written; idempotent, and a no-op after commit."""
@@ -179,7 +238,8 @@ class StoreStage:
         elif self._open:
             self.commit()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError if the stage has ended."""
         if not self._open:
             raise ClosedError(
                 "the stage has ended: it was committed or aborted, its time was over, or its store closed"
@@ -188,7 +248,7 @@ class StoreStage:
     def _finish(self, count: int, keys: Sequence[bytes]) -> int:
         """Give the first `count` blocks to the index, drop the rest, end the holds. Returns how many were placed.
 
-        `keys` are those of the whole prompt, the root key first; none are needed for a count of 0.
+        `keys` are those of the whole prompt, the root key first; without them no sparse part is kept.
         """
         space = self._space
         staged = self._path[self._present : self._present + self.blocks]
@@ -200,11 +260,26 @@ class StoreStage:
             if stored:
                 first = self._present
                 stored_keys = keys[first + 1 : first + 1 + stored]
-                space.announce(Tier.HOST, stored_keys, root_key=self._root_key, parent_key=keys[first])
+                space.announce(Tier.HOST, stored_keys, root_key=self.root_key, parent_key=keys[first])
+            if keys:
+                self._sparse.attach(self._standing(staged, placed), keys, self.prompt)
+            self._index.accounting.rejected_blocks["sparse_full"] += self._sparse.refused_blocks
             dropped = space.drop(self._path[self._present + count :])
             released = space.release(self._path)
         if not placed.all():
             space.host.free(self._slots[~placed])
+        self._sparse.free_rest()
         self._index.settle(dropped)
         self._index.settle(released)
         return stored
+
+    def _standing(self, staged: BlockIds, placed: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Ids of the prompt's blocks that may have sparse parts, -1 for the others; the index lock must be held.
+
+        They are the visible ones, and those placed now, which may still lie below blocks of another stage.
+        """
+        ids = np.full(self._path.size, -1, dtype=np.int64)
+        visible = self._space.tree.match(self.root_key, self.prompt)
+        ids[: visible.size] = visible
+        ids[self._present : self._present + staged.size][placed] = staged[placed]
+        return ids

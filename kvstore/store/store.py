@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -15,16 +16,29 @@ from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpa
 from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
+from kvstore.store.leased_parts import LeasedParts
 from kvstore.store.pins import PinTable
 from kvstore.store.room import RoomMaker
 from kvstore.store.settings import StoreSettings
-from kvstore.store.stage import StoreStage
+from kvstore.store.shares import SharedStages, StageShare
+from kvstore.store.stage import Points, StoreStage
 from kvstore.store.what_if import what_if
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import POISON, HostTier
 from kvstore.tiers.persistent import find_factory
 from kvstore.tokens import as_token_array
-from kvstore.types import PLAIN_ROOT, PrefixMatch, ScrubPage, StoreStats, Tier, TierStats, Verification, require_seconds
+from kvstore.types import (
+    PLAIN_ROOT,
+    PrefixMatch,
+    ScrubPage,
+    StoreStats,
+    Tier,
+    TierStats,
+    Verification,
+    require_seconds,
+    require_turn_ends,
+    require_writer,
+)
 
 if TYPE_CHECKING:
     import os
@@ -34,8 +48,8 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.store.space import Freed, Space
-    from kvstore.tiers.extent_stock import HostMemoryState
     from kvstore.tiers.base import SlotRange
+    from kvstore.tiers.extent_stock import HostMemoryState
     from kvstore.tiers.persistent import PersistentTier
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
@@ -58,6 +72,7 @@ class Store:
         self._pins = PinTable(self._index)
         self._leases: set[StoreLease] = set()
         self._stages: set[StoreStage] = set()
+        self._shared = SharedStages()
         self._open = True
 
     def namespace_id(self, namespace: Namespace) -> bytes:
@@ -78,11 +93,14 @@ class Store:
         space, root_key, prompt = self._address(namespace, tokens, root)
         found = space.find(root_key, prompt)
         with self._index.lock:
-            ids = space.confirm(found)
+            dense = space.confirm(found)
+            ids = space.sparse.usable(dense)
             runs = space.tier_runs(ids)
             accounting = self._index.accounting
             if touch and accounting.first_lookup(request_id):
                 space.tree.touch(ids, self._index.next_tick(), prompt.size // namespace.layout.block_tokens)
+                space.sparse.touch(ids)
+                accounting.shortened_tokens += int(dense.size - ids.size) * namespace.layout.block_tokens
                 accounting.count_lookup(prompt.size, runs, namespace.layout.block_tokens)
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
 
@@ -95,28 +113,46 @@ class Store:
         with self._index.lock:
             if len(self._leases) >= self._settings.leases_max:
                 raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
-            ids = space.confirm(found)[: match.blocks]
+            ids = space.sparse.usable(space.confirm(found)[: match.blocks])
             space.tree.lease(ids)
-            lease = StoreLease(self._index, space, ids, self._forget_lease)
+            sparse = LeasedParts(self._room.sparse, space, space.sparse.hold(ids))
+            lease = StoreLease(self._index, space, ids, self._forget_lease, sparse)
             self._leases.add(lease)
         return lease
 
     def stage(
-        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0
-    ) -> StoreStage:
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        root: Root | None = None,
+        from_block: int = 0,
+        turn_ends: Sequence[int] = (),
+        rank: int | None = None,
+    ) -> StoreStage | StageShare:
         """Begin to store; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
+        if rank is not None:
+            require_writer(namespace.layout, rank)
+        points = Points(prompt.size, require_turn_ends(turn_ends, prompt.size))
         whole = prompt.size // namespace.layout.block_tokens
         if not 0 <= from_block <= whole:
             raise InvalidArgumentError(f"from_block is {from_block}, expected 0..{whole} (whole blocks of the prompt)")
         self._end_overdue()
-        prompt = prompt[: whole * namespace.layout.block_tokens]
-        stage, present, path = self._open_stage(space, root_key, prompt, from_block)
-        try:
-            stage.begin(present, path, self._room)
-        except BaseException:
-            stage.abort()
-            raise
+        stage = StoreStage(
+            self._index,
+            space,
+            root_key=root_key,
+            prompt=prompt[: whole * namespace.layout.block_tokens],
+            requested_from=from_block,
+            points=points,
+            mover=self._room.sparse,
+            forget=self._forget_stage,
+        )
+        begin = partial(self._begin_stage, stage, space)
+        if rank is not None:
+            return self._shared.join(stage, rank, begin)
+        begin()
         return stage
 
     def pin(
@@ -129,7 +165,7 @@ class Store:
         self._end_overdue()
         found = space.find(root_key, prompt)
         with self._index.lock:
-            return self._pins.add(space, space.confirm(found), ttl_seconds)
+            return self._pins.add(space, space.sparse.usable(space.confirm(found)), ttl_seconds)
 
     def unpin(self, pin_id: int) -> bool:
         """End a pin; see kvstore.api.KvStore."""
@@ -181,7 +217,9 @@ class Store:
         space = self._index.space(namespace)
         with self._room.lock:
             if self._disk is not None:
-                self._disk.clear(space.ns_id)
+                # The dense blocks last: without them no restart finds a place for sparse parts.
+                for pool_id in reversed(space.pool_ids):
+                    self._disk.clear(pool_id)
             with space.removing:
                 with self._index.lock:
                     blocks = space.tree.block_count
@@ -225,6 +263,8 @@ class Store:
                 pins=len(self._pins),
                 index_bytes=sum(space.tree.memory_bytes for space in spaces),
                 policy_bytes=sum(space.tree.policy_bytes for space in spaces),
+                sparse_blocks=sum(space.sparse.block_count for space in spaces),
+                shortened_tokens=counted.shortened_tokens,
                 what_if=what_if(spaces),
                 quarantined_slots=0 if self._disk is None else self._disk.quarantined_slots,
             )
@@ -244,7 +284,7 @@ class Store:
             # A copy to disk holds single blocks, which is fine but looks like a lease of no prefix.
             with self._room.lock, self._index.lock:
                 blocks += space.tree.block_count
-                found = space.tree.check_integrity()
+                found = [*space.tree.check_integrity(), *space.sparse.problems(space.tree)]
             problems += [f"namespace {space.ns_id.hex()}: {problem}" for problem in found]
         if problems:
             logger.error("the index is damaged, restart this process: problems=%d first=%s", len(problems), problems[0])
@@ -280,8 +320,7 @@ class Store:
     def flush(self) -> None:
         """Return when everything committed and admitted to disk is there."""
         self._check_open()
-        self._room.flush()
-        self._index.save_policies()
+        self._flush()
 
     def close(self) -> None:
         """End all leases and stages, flush, and release the tiers; idempotent."""
@@ -293,8 +332,7 @@ class Store:
         for stage in list(self._stages):
             stage.abort()
         try:
-            self._room.flush()
-            self._index.save_policies()
+            self._flush()
         except StorageError as error:
             # What did not reach the disk is a miss after the next start; the rest must be released all the same.
             logger.warning("store closed without a complete flush: cause=%s", error)
@@ -311,6 +349,11 @@ class Store:
     ) -> None:
         self.close()
 
+    def _flush(self) -> None:
+        self._room.sparse.flush()
+        self._room.flush()
+        self._index.save_policies()
+
     def _check_open(self) -> None:
         if not self._open:
             raise ClosedError("the store is closed")
@@ -322,28 +365,30 @@ class Store:
         space = self._index.space(namespace)
         return space, space.root_key(root), prompt
 
-    def _open_stage(
-        self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int
-    ) -> tuple[StoreStage, int, BlockIds]:
-        """Insert the placeholders of a stage: with how many blocks are present, and the ids of all."""
-        stage = StoreStage(
-            self._index, space, root_key=root_key, prompt=prompt, requested_from=from_block, forget=self._forget_stage
-        )
+    def _begin_stage(self, stage: StoreStage, space: Space) -> None:
+        present, path = self._open_stage(stage, space)
+        try:
+            stage.begin(present, path, self._room)
+        except BaseException:
+            stage.abort()
+            raise
+
+    def _open_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
+        """Insert the placeholders of a stage: how many blocks are present, and the ids of all."""
         while True:
             with self._index.lock:
                 if not space.tree.condemned:
-                    return stage, *self._enter_stage(stage, space, root_key, prompt, from_block)
+                    return self._enter_stage(stage, space)
             # Blocks that are being dropped must be said to be gone before the same ones can be stored again.
             self._index.drain(space)
 
-    def _enter_stage(
-        self, stage: StoreStage, space: Space, root_key: bytes, prompt: TokenArray, from_block: int
-    ) -> tuple[int, BlockIds]:
+    def _enter_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
         if len(self._stages) >= self._settings.stages_max:
             raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
         if space.retired:
             raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
-        present, path = space.tree.stage(root_key, prompt, from_block, self._index.next_tick())
+        tick = self._index.next_tick()
+        present, path = space.tree.stage(stage.root_key, stage.prompt, stage.requested_from, tick)
         self._stages.add(stage)
         return present, path
 
@@ -404,6 +449,7 @@ class Store:
     def _forget_stage(self, stage: StoreStage) -> None:
         with self._index.lock:
             self._stages.discard(stage)
+        self._shared.forget(stage)
 
 
 def open_store(

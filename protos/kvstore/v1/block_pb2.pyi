@@ -31,7 +31,7 @@ EVENT_KIND_REMOVED: EventKind
 EVENT_KIND_CLEARED: EventKind
 
 class KvLayout(_message.Message):
-    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "kv_form", "axis_order", "rope", "quantisation", "tensor_parallel", "pipeline_parallel", "engine", "engine_layout")
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "kv_form", "axis_order", "rope", "quantisation", "tensor_parallel", "pipeline_parallel", "engine", "engine_layout", "groups", "ranks")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,8 @@ class KvLayout(_message.Message):
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     layers: int
     kv_heads: int
     head_dim: int
@@ -58,7 +60,45 @@ class KvLayout(_message.Message):
     pipeline_parallel: int
     engine: str
     engine_layout: int
-    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., kv_form: _Optional[str] = ..., axis_order: _Optional[str] = ..., rope: _Optional[str] = ..., quantisation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., engine: _Optional[str] = ..., engine_layout: _Optional[int] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., kv_form: _Optional[str] = ..., axis_order: _Optional[str] = ..., rope: _Optional[str] = ..., quantisation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., engine: _Optional[str] = ..., engine_layout: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LayerGroup(_message.Message):
+    __slots__ = ("sliding_window", "recurrent")
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    RECURRENT_FIELD_NUMBER: _ClassVar[int]
+    sliding_window: SlidingWindow
+    recurrent: Recurrent
+    def __init__(self, sliding_window: _Optional[_Union[SlidingWindow, _Mapping]] = ..., recurrent: _Optional[_Union[Recurrent, _Mapping]] = ...) -> None: ...
+
+class SlidingWindow(_message.Message):
+    __slots__ = ("layers", "window", "kv_heads", "head_dim", "dtype", "kv_form")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_FORM_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    window: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    kv_form: str
+    def __init__(self, layers: _Optional[int] = ..., window: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_form: _Optional[str] = ...) -> None: ...
+
+class Recurrent(_message.Message):
+    __slots__ = ("layers", "state_bytes", "heads", "form")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    state_bytes: int
+    heads: int
+    form: str
+    def __init__(self, layers: _Optional[int] = ..., state_bytes: _Optional[int] = ..., heads: _Optional[int] = ..., form: _Optional[str] = ...) -> None: ...
 
 class Namespace(_message.Message):
     __slots__ = ("tenant", "model", "revision", "layout")
@@ -155,7 +195,7 @@ class WhatIf(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., scale: _Optional[float] = ..., capacity_bytes: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
 
 class StoreStats(_message.Message):
-    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "quarantined_slots")
+    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +256,8 @@ class StoreStats(_message.Message):
     DISK_FAULTS_FIELD_NUMBER: _ClassVar[int]
     POLICY_BYTES_FIELD_NUMBER: _ClassVar[int]
     WHAT_IF_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHORTENED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.MessageMap[str, TierStats]
     namespaces: int
@@ -235,5 +277,7 @@ class StoreStats(_message.Message):
     disk_faults: _containers.ScalarMap[str, int]
     policy_bytes: int
     what_if: _containers.RepeatedCompositeFieldContainer[WhatIf]
+    sparse_blocks: int
+    shortened_tokens: int
     quarantined_slots: int
-    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., quarantined_slots: _Optional[int] = ...) -> None: ...
+    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ...) -> None: ...

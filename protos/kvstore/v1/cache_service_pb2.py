@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvstore.v1 import block_pb2 as kvstore_dot_v1_dot_block__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore/v1/cache_service.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvstore/v1/block.proto\"(\n\x0eSessionRequest\x12\x16\n\x0e\x63lient_version\x18\x01 \x01(\t\"{\n\x0fSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x11\n\tchallenge\x18\x02 \x01(\x0c\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12)\n\x06limits\x18\x04 \x01(\x0b\x32\x19.kvstore.v1.SessionLimits\"o\n\rSessionLimits\x12\x15\n\rmessage_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x66rame_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06leases\x18\x03 \x01(\r\x12\x0e\n\x06stages\x18\x04 \x01(\r\x12\x12\n\nnamespaces\x18\x05 \x01(\r\"c\n\x14OpenNamespaceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12(\n\tnamespace\x18\x02 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\r\n\x05proof\x18\x03 \x01(\x0c\"O\n\x15OpenNamespaceResponse\x12\r\n\x05ns_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x12\n\npart_bytes\x18\x03 \x03(\x04\"h\n\x0cMatchRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x0c\n\x04peek\x18\x03 \x01(\x08\x12\x12\n\nrequest_id\x18\x0f \x01(\t\"B\n\rMatchResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12!\n\x04runs\x18\x02 \x03(\x0b\x32\x13.kvstore.v1.TierRun\"\x9e\x01\n\x0bHintRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12)\n\x04next\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x12%\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.SessionEndH\x00\x42\x05\n\x03use\"\x0c\n\nSessionEnd\"\x1e\n\x0cHintResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"z\n\x0cLeaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\x04J\x04\x08\x0f\x10\x10R\nrequest_id\"\x1f\n\rLeaseResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"\x85\x01\n\x0bLoadRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x12\n\nfrom_block\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x11\n\x04part\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_partJ\x04\x08\x0f\x10\x10R\nrequest_id\"V\n\x0cLoadResponse\x12\x0f\n\x05\x66rame\x18\x01 \x01(\x0cH\x00\x12*\n\x07summary\x18\x02 \x01(\x0b\x32\x17.kvstore.v1.LoadSummaryH\x00\x42\t\n\x07\x63ontent\"7\n\x0bLoadSummary\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x18\n\x10requested_blocks\x18\x02 \x01(\r\"6\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\"\x11\n\x0fReleaseResponse\"~\n\x0cStageRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x12\n\nfrom_block\x18\x03 \x01(\r\x12\x10\n\x08stage_id\x18\x04 \x01(\x04J\x04\x08\x0f\x10\x10R\nrequest_id\"3\n\rStageResponse\x12\x12\n\nfrom_block\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"S\n\x0cWriteRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.WriteStartH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\t\n\x07\x63ontent\"\x84\x01\n\nWriteStart\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08stage_id\x18\x02 \x01(\x04\x12\x12\n\nfrom_block\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x11\n\x04part\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_partJ\x04\x08\x0f\x10\x10R\nrequest_id\"\x1d\n\rWriteResponse\x12\x0c\n\x04rows\x18\x01 \x01(\r\"G\n\rCommitRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08stage_id\x18\x02 \x01(\x04J\x04\x08\x0f\x10\x10R\nrequest_id\"P\n\x0e\x43ommitResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x16\n\x0epresent_blocks\x18\x02 \x01(\r\x12\x16\n\x0erefused_blocks\x18\x03 \x01(\r\"4\n\x0c\x41\x62ortRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08stage_id\x18\x02 \x01(\x04\"\x0f\n\rAbortResponse\"\x11\n\x0fGetStatsRequest\"9\n\x10GetStatsResponse\x12%\n\x05stats\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.StoreStats\"Z\n\x11ReadEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\r\n\x05limit\x18\x02 \x01(\r\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\x12ReadEventsResponse\x12#\n\x04page\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.EventPage\"#\n\x12WatchEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\":\n\x13WatchEventsResponse\x12#\n\x04page\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.EventPage2\xc7\x07\n\x0c\x43\x61\x63heService\x12\x46\n\x07Session\x12\x1a.kvstore.v1.SessionRequest\x1a\x1b.kvstore.v1.SessionResponse(\x01\x30\x01\x12T\n\rOpenNamespace\x12 .kvstore.v1.OpenNamespaceRequest\x1a!.kvstore.v1.OpenNamespaceResponse\x12<\n\x05Match\x12\x18.kvstore.v1.MatchRequest\x1a\x19.kvstore.v1.MatchResponse\x12\x39\n\x04Hint\x12\x17.kvstore.v1.HintRequest\x1a\x18.kvstore.v1.HintResponse\x12<\n\x05Lease\x12\x18.kvstore.v1.LeaseRequest\x1a\x19.kvstore.v1.LeaseResponse\x12;\n\x04Load\x12\x17.kvstore.v1.LoadRequest\x1a\x18.kvstore.v1.LoadResponse0\x01\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12<\n\x05Stage\x12\x18.kvstore.v1.StageRequest\x1a\x19.kvstore.v1.StageResponse\x12>\n\x05Write\x12\x18.kvstore.v1.WriteRequest\x1a\x19.kvstore.v1.WriteResponse(\x01\x12?\n\x06\x43ommit\x12\x19.kvstore.v1.CommitRequest\x1a\x1a.kvstore.v1.CommitResponse\x12<\n\x05\x41\x62ort\x12\x18.kvstore.v1.AbortRequest\x1a\x19.kvstore.v1.AbortResponse\x12\x45\n\x08GetStats\x12\x1b.kvstore.v1.GetStatsRequest\x1a\x1c.kvstore.v1.GetStatsResponse\x12K\n\nReadEvents\x12\x1d.kvstore.v1.ReadEventsRequest\x1a\x1e.kvstore.v1.ReadEventsResponse\x12P\n\x0bWatchEvents\x12\x1e.kvstore.v1.WatchEventsRequest\x1a\x1f.kvstore.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore/v1/cache_service.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvstore/v1/block.proto\"(\n\x0eSessionRequest\x12\x16\n\x0e\x63lient_version\x18\x01 \x01(\t\"{\n\x0fSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x11\n\tchallenge\x18\x02 \x01(\x0c\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12)\n\x06limits\x18\x04 \x01(\x0b\x32\x19.kvstore.v1.SessionLimits\"o\n\rSessionLimits\x12\x15\n\rmessage_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x66rame_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06leases\x18\x03 \x01(\r\x12\x0e\n\x06stages\x18\x04 \x01(\r\x12\x12\n\nnamespaces\x18\x05 \x01(\r\"c\n\x14OpenNamespaceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12(\n\tnamespace\x18\x02 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\r\n\x05proof\x18\x03 \x01(\x0c\"O\n\x15OpenNamespaceResponse\x12\r\n\x05ns_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x12\n\npart_bytes\x18\x03 \x03(\x04\"h\n\x0cMatchRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x0c\n\x04peek\x18\x03 \x01(\x08\x12\x12\n\nrequest_id\x18\x0f \x01(\t\"B\n\rMatchResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12!\n\x04runs\x18\x02 \x03(\x0b\x32\x13.kvstore.v1.TierRun\"\x9e\x01\n\x0bHintRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12)\n\x04next\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x12%\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.SessionEndH\x00\x42\x05\n\x03use\"\x0c\n\nSessionEnd\"\x1e\n\x0cHintResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"z\n\x0cLeaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\x04J\x04\x08\x0f\x10\x10R\nrequest_id\"\x1f\n\rLeaseResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"\x85\x01\n\x0bLoadRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x12\n\nfrom_block\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x11\n\x04part\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_partJ\x04\x08\x0f\x10\x10R\nrequest_id\"V\n\x0cLoadResponse\x12\x0f\n\x05\x66rame\x18\x01 \x01(\x0cH\x00\x12*\n\x07summary\x18\x02 \x01(\x0b\x32\x17.kvstore.v1.LoadSummaryH\x00\x42\t\n\x07\x63ontent\"7\n\x0bLoadSummary\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x18\n\x10requested_blocks\x18\x02 \x01(\r\"6\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\"\x11\n\x0fReleaseResponse\"\xad\x01\n\x0cStageRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x12\n\nfrom_block\x18\x03 \x01(\r\x12\x10\n\x08stage_id\x18\x04 \x01(\x04\x12\x11\n\tturn_ends\x18\x05 \x03(\r\x12\x11\n\x04rank\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rankJ\x04\x08\x0f\x10\x10R\nrequest_id\"]\n\rStageResponse\x12\x12\n\nfrom_block\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12(\n\x06sparse\x18\x03 \x03(\x0b\x32\x18.kvstore.v1.WantedBlocks\"4\n\x0cWantedBlocks\x12\x14\n\x0c\x66irst_blocks\x18\x01 \x03(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"S\n\x0cWriteRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.WriteStartH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\t\n\x07\x63ontent\"\x84\x01\n\nWriteStart\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08stage_id\x18\x02 \x01(\x04\x12\x12\n\nfrom_block\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x11\n\x04part\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_partJ\x04\x08\x0f\x10\x10R\nrequest_id\"\x1d\n\rWriteResponse\x12\x0c\n\x04rows\x18\x01 \x01(\r\"G\n\rCommitRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08stage_id\x18\x02 \x01(\x04J\x04\x08\x0f\x10\x10R\nrequest_id\"P\n\x0e\x43ommitResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x16\n\x0epresent_blocks\x18\x02 \x01(\r\x12\x16\n\x0erefused_blocks\x18\x03 \x01(\r\"4\n\x0c\x41\x62ortRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08stage_id\x18\x02 \x01(\x04\"\x0f\n\rAbortResponse\"\x11\n\x0fGetStatsRequest\"9\n\x10GetStatsResponse\x12%\n\x05stats\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.StoreStats\"Z\n\x11ReadEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\r\n\x05limit\x18\x02 \x01(\r\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\x12ReadEventsResponse\x12#\n\x04page\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.EventPage\"#\n\x12WatchEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\":\n\x13WatchEventsResponse\x12#\n\x04page\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.EventPage2\xc7\x07\n\x0c\x43\x61\x63heService\x12\x46\n\x07Session\x12\x1a.kvstore.v1.SessionRequest\x1a\x1b.kvstore.v1.SessionResponse(\x01\x30\x01\x12T\n\rOpenNamespace\x12 .kvstore.v1.OpenNamespaceRequest\x1a!.kvstore.v1.OpenNamespaceResponse\x12<\n\x05Match\x12\x18.kvstore.v1.MatchRequest\x1a\x19.kvstore.v1.MatchResponse\x12\x39\n\x04Hint\x12\x17.kvstore.v1.HintRequest\x1a\x18.kvstore.v1.HintResponse\x12<\n\x05Lease\x12\x18.kvstore.v1.LeaseRequest\x1a\x19.kvstore.v1.LeaseResponse\x12;\n\x04Load\x12\x17.kvstore.v1.LoadRequest\x1a\x18.kvstore.v1.LoadResponse0\x01\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12<\n\x05Stage\x12\x18.kvstore.v1.StageRequest\x1a\x19.kvstore.v1.StageResponse\x12>\n\x05Write\x12\x18.kvstore.v1.WriteRequest\x1a\x19.kvstore.v1.WriteResponse(\x01\x12?\n\x06\x43ommit\x12\x19.kvstore.v1.CommitRequest\x1a\x1a.kvstore.v1.CommitResponse\x12<\n\x05\x41\x62ort\x12\x18.kvstore.v1.AbortRequest\x1a\x19.kvstore.v1.AbortResponse\x12\x45\n\x08GetStats\x12\x1b.kvstore.v1.GetStatsRequest\x1a\x1c.kvstore.v1.GetStatsResponse\x12K\n\nReadEvents\x12\x1d.kvstore.v1.ReadEventsRequest\x1a\x1e.kvstore.v1.ReadEventsResponse\x12P\n\x0bWatchEvents\x12\x1e.kvstore.v1.WatchEventsRequest\x1a\x1f.kvstore.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -67,36 +67,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEREQUEST']._serialized_end=1437
   _globals['_RELEASERESPONSE']._serialized_start=1439
   _globals['_RELEASERESPONSE']._serialized_end=1456
-  _globals['_STAGEREQUEST']._serialized_start=1458
-  _globals['_STAGEREQUEST']._serialized_end=1584
-  _globals['_STAGERESPONSE']._serialized_start=1586
-  _globals['_STAGERESPONSE']._serialized_end=1637
-  _globals['_WRITEREQUEST']._serialized_start=1639
-  _globals['_WRITEREQUEST']._serialized_end=1722
-  _globals['_WRITESTART']._serialized_start=1725
-  _globals['_WRITESTART']._serialized_end=1857
-  _globals['_WRITERESPONSE']._serialized_start=1859
-  _globals['_WRITERESPONSE']._serialized_end=1888
-  _globals['_COMMITREQUEST']._serialized_start=1890
-  _globals['_COMMITREQUEST']._serialized_end=1961
-  _globals['_COMMITRESPONSE']._serialized_start=1963
-  _globals['_COMMITRESPONSE']._serialized_end=2043
-  _globals['_ABORTREQUEST']._serialized_start=2045
-  _globals['_ABORTREQUEST']._serialized_end=2097
-  _globals['_ABORTRESPONSE']._serialized_start=2099
-  _globals['_ABORTRESPONSE']._serialized_end=2114
-  _globals['_GETSTATSREQUEST']._serialized_start=2116
-  _globals['_GETSTATSREQUEST']._serialized_end=2133
-  _globals['_GETSTATSRESPONSE']._serialized_start=2135
-  _globals['_GETSTATSRESPONSE']._serialized_end=2192
-  _globals['_READEVENTSREQUEST']._serialized_start=2194
-  _globals['_READEVENTSREQUEST']._serialized_end=2284
-  _globals['_READEVENTSRESPONSE']._serialized_start=2286
-  _globals['_READEVENTSRESPONSE']._serialized_end=2343
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=2345
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=2380
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=2382
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=2440
-  _globals['_CACHESERVICE']._serialized_start=2443
-  _globals['_CACHESERVICE']._serialized_end=3410
+  _globals['_STAGEREQUEST']._serialized_start=1459
+  _globals['_STAGEREQUEST']._serialized_end=1632
+  _globals['_STAGERESPONSE']._serialized_start=1634
+  _globals['_STAGERESPONSE']._serialized_end=1727
+  _globals['_WANTEDBLOCKS']._serialized_start=1729
+  _globals['_WANTEDBLOCKS']._serialized_end=1781
+  _globals['_WRITEREQUEST']._serialized_start=1783
+  _globals['_WRITEREQUEST']._serialized_end=1866
+  _globals['_WRITESTART']._serialized_start=1869
+  _globals['_WRITESTART']._serialized_end=2001
+  _globals['_WRITERESPONSE']._serialized_start=2003
+  _globals['_WRITERESPONSE']._serialized_end=2032
+  _globals['_COMMITREQUEST']._serialized_start=2034
+  _globals['_COMMITREQUEST']._serialized_end=2105
+  _globals['_COMMITRESPONSE']._serialized_start=2107
+  _globals['_COMMITRESPONSE']._serialized_end=2187
+  _globals['_ABORTREQUEST']._serialized_start=2189
+  _globals['_ABORTREQUEST']._serialized_end=2241
+  _globals['_ABORTRESPONSE']._serialized_start=2243
+  _globals['_ABORTRESPONSE']._serialized_end=2258
+  _globals['_GETSTATSREQUEST']._serialized_start=2260
+  _globals['_GETSTATSREQUEST']._serialized_end=2277
+  _globals['_GETSTATSRESPONSE']._serialized_start=2279
+  _globals['_GETSTATSRESPONSE']._serialized_end=2336
+  _globals['_READEVENTSREQUEST']._serialized_start=2338
+  _globals['_READEVENTSREQUEST']._serialized_end=2428
+  _globals['_READEVENTSRESPONSE']._serialized_start=2430
+  _globals['_READEVENTSRESPONSE']._serialized_end=2487
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=2489
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=2524
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=2526
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=2584
+  _globals['_CACHESERVICE']._serialized_start=2587
+  _globals['_CACHESERVICE']._serialized_end=3554
 # @@protoc_insertion_point(module_scope)

@@ -162,24 +162,38 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "from_block", "stage_id")
+    __slots__ = ("session_id", "prompt", "from_block", "stage_id", "turn_ends", "rank")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_ENDS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     prompt: _block_pb2.Prompt
     from_block: int
     stage_id: int
-    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ...) -> None: ...
+    turn_ends: _containers.RepeatedScalarFieldContainer[int]
+    rank: int
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ..., turn_ends: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class StageResponse(_message.Message):
-    __slots__ = ("from_block", "blocks")
+    __slots__ = ("from_block", "blocks", "sparse")
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_FIELD_NUMBER: _ClassVar[int]
     from_block: int
     blocks: int
-    def __init__(self, from_block: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    sparse: _containers.RepeatedCompositeFieldContainer[WantedBlocks]
+    def __init__(self, from_block: _Optional[int] = ..., blocks: _Optional[int] = ..., sparse: _Optional[_Iterable[_Union[WantedBlocks, _Mapping]]] = ...) -> None: ...
+
+class WantedBlocks(_message.Message):
+    __slots__ = ("first_blocks", "blocks")
+    FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first_blocks: _containers.RepeatedScalarFieldContainer[int]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_blocks: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("start", "frame")

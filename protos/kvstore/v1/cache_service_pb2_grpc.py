@@ -190,7 +190,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Makes the leading blocks whose every part was written visible, atomically, and ends the stage.
+        """Makes the leading blocks whose every dense part was written visible, atomically, with the sparse parts that were
+        written, and ends the stage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

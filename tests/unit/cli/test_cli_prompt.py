@@ -10,6 +10,7 @@ import pytest
 from kvstore.cli.parser import build_parser
 from kvstore.cli.prompt import namespace_of, root_of, tokens_of
 from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.layer_groups import Recurrent, SlidingWindow
 from kvstore.types import KvLayout, Namespace, Root
 
 LAYOUT = "layers=2,kv_heads=1,head_dim=8,dtype=float32"
@@ -51,6 +52,22 @@ def test_flags_override_the_file(tmp_path):
         namespace.layout.head_dim,
     )
     assert Root(adapter="a", salt="pepper") == root_of(arguments)
+
+
+def test_layer_groups_and_ranks_come_from_the_file(tmp_path):
+    file = tmp_path / "namespace.toml"
+    file.write_text(
+        'model = "m"\nrevision = "r"\n[layout]\nranks = [1]\ntensor_parallel = 2\n'
+        '[[layout.groups]]\nkind = "recurrent"\nlayers = 4\nstate_bytes = 64\nheads = 2\n'
+        '[[layout.groups]]\nkind = "sliding_window"\nlayers = 3\nwindow = 128\nkv_heads = 2\nhead_dim = 8\n'
+        'dtype = "int8"\n'
+    )
+    groups = (
+        Recurrent(layers=4, state_bytes=64, heads=2),
+        SlidingWindow(layers=3, window=128, kv_heads=2, head_dim=8, dtype="int8"),
+    )
+    layout = namespace_of(parsed("--namespace", str(file), *FLAGS)).layout
+    assert (groups, (1,)) == (layout.groups, layout.ranks)
 
 
 def test_a_json_file_says_the_same_as_a_toml_file(tmp_path):
@@ -99,6 +116,11 @@ def test_what_is_missing_or_unknown_is_named(argv, expected):
         ("n.json", "[1]", "no table"),
         ("n.toml", 'modle = "m"', "unknown namespace field 'modle'"),
         ("n.toml", "layout = 3", "expected a table"),
+        ("n.toml", 'layout.groups = [{kind = "odd"}]', "kind 'odd', expected sliding_window or recurrent"),
+        ("n.toml", "layout.groups = [3]", "kind None"),
+        ("n.toml", "layout.groups = 3", "layout.groups is 3, expected a tuple"),
+        ("n.toml", 'layout.groups = [{kind = "recurrent", layers = 2}]', "has no state_bytes"),
+        ("n.toml", 'layout.groups = [{kind = "recurrent", colour = 2}]', "unknown recurrent field 'colour'"),
         ("n.toml", f"model = {'9' * 5000}", "namespace file"),
         ("n.json", "[" * 100_000, "namespace file"),
         ("n.json", '{"model": "m", "revision": "r", "secret_file": 3}', "secret_file is 3"),

@@ -15,20 +15,34 @@ from hypothesis import strategies as st
 
 from kvstore import hashing
 from kvstore._siphash import siphash128
+from kvstore.layer_groups import LayerGroup, Recurrent, SlidingWindow
 from kvstore.types import KvLayout, Namespace, Root
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=4)
 NAMESPACE = Namespace(model="model", revision="revision", tenant="tenant", secret=b"secret", layout=LAYOUT)
 
+WINDOW = SlidingWindow(layers=1, window=8, kv_heads=1, head_dim=4, dtype="int8")
+STATE = Recurrent(layers=1, state_bytes=8, heads=1)
+GROUP_CHANGES: list[tuple[LayerGroup, dict[str, object]]] = [
+    *((WINDOW, {name: 2}) for name in ("layers", "window", "kv_heads", "head_dim")),
+    (WINDOW, {"dtype": "uint8"}),
+    (WINDOW, {"kv_form": "latent"}),
+    (STATE, {}),
+    *((STATE, {name: 2}) for name in ("layers", "state_bytes", "heads")),
+    (STATE, {"form": "x"}),
+]
 
+
+@pytest.mark.parametrize("maker", ["make_keys.py", "make_group_keys.py"])
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
-def test_keys_equal_the_golden_vectors_in_every_process(seed: str) -> None:
+def test_keys_equal_the_golden_vectors_in_every_process(seed: str, maker: str) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     made = subprocess.run(
-        [sys.executable, str(GOLDEN / "make_keys.py")], env=environment, capture_output=True, check=True, timeout=60
+        [sys.executable, str(GOLDEN / maker)], env=environment, capture_output=True, check=True, timeout=60
     )
-    assert json.loads(made.stdout) == json.loads((GOLDEN / "keys.json").read_text())
+    golden = GOLDEN / maker.removeprefix("make_").replace(".py", ".json")
+    assert json.loads(made.stdout) == json.loads(golden.read_text())
 
 
 def test_siphash_equals_the_published_vectors() -> None:
@@ -51,12 +65,19 @@ def _variants() -> dict[str, Namespace]:
     changed = {
         "layers": 3, "kv_heads": 4, "head_dim": 16, "dtype": "float16", "block_tokens": 8, "axis_order": "x",
         "rope": "x", "quantisation": "x", "tensor_parallel": 2, "pipeline_parallel": 2, "engine": "x",
-        "engine_layout": 2,
+        "engine_layout": 2, "groups": (WINDOW,),
     }  # fmt: skip
     variants = {
         name: dataclasses.replace(NAMESPACE, layout=dataclasses.replace(LAYOUT, **{name: value}))
         for name, value in changed.items()
     }
+    for group, change in GROUP_CHANGES:
+        other = dataclasses.replace(LAYOUT, groups=(dataclasses.replace(group, **change),))
+        variants[f"{type(group).__name__} {change}"] = dataclasses.replace(NAMESPACE, layout=other)
+    for order in ((WINDOW, STATE), (STATE, WINDOW), (WINDOW, WINDOW)):
+        variants[f"groups {order}"] = dataclasses.replace(NAMESPACE, layout=dataclasses.replace(LAYOUT, groups=order))
+    ranks = dataclasses.replace(LAYOUT, tensor_parallel=2, ranks=(1,))
+    variants["ranks"] = dataclasses.replace(NAMESPACE, layout=ranks)
     latent = dataclasses.replace(LAYOUT, kv_heads=1, kv_form="latent")
     variants["kv_form"] = dataclasses.replace(NAMESPACE, layout=latent)
     variants |= {name: dataclasses.replace(NAMESPACE, **{name: "x"}) for name in ("model", "revision", "tenant")}

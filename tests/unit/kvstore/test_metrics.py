@@ -45,6 +45,8 @@ STATS = StoreStats(
     policy_bytes=2048,
     quarantined_slots=7,
     what_if=(WhatIf("host", 0.5, 500, 0.25),),
+    sparse_blocks=30,
+    shortened_tokens=31,
 )
 
 
@@ -118,6 +120,8 @@ def test_each_store_metric_has_the_exact_value_of_the_store():
         ("kvstore_index_bytes", ""): 4096,
         ("kvstore_policy_bytes", ""): 2048,
         ("kvstore_quarantined_slots", ""): 7,
+        ("kvstore_sparse_blocks", ""): 30,
+        ("kvstore_shortened_tokens_total", ""): 31,
         ("kvstore_what_if_capacity_bytes", "host,0.5"): 500,
         ("kvstore_what_if_hit_ratio", "host,0.5"): 0.25,
     }

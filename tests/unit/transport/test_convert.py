@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.events import Event, EventKind, EventPage
+from kvstore.layer_groups import Recurrent, SlidingWindow
 from kvstore.transport import convert
 from kvstore.types import CommitResult, KvLayout, Namespace, Pin, Root, StoreStats, Tier, TierRun, TierStats, WhatIf
 from kvstore.v1 import block_pb2
@@ -26,6 +27,11 @@ LAYOUT = KvLayout(
     pipeline_parallel=3,
     engine="e",
     engine_layout=9,
+    groups=(
+        SlidingWindow(layers=3, window=9, kv_heads=1, head_dim=4, dtype="int8", kv_form="latent"),
+        Recurrent(layers=4, state_bytes=12, heads=2, form="f"),
+    ),
+    ranks=(0, 1, 4),
 )
 NAMESPACE = Namespace(model="m", revision="r", tenant="t", secret=b"secret-bytes", layout=LAYOUT)
 texts = st.none() | st.text(max_size=20)
@@ -46,6 +52,19 @@ def test_every_field_of_a_layout_has_a_field_in_the_message():
     assert {item.name for item in dataclasses.fields(KvLayout)} == set(block_pb2.KvLayout.DESCRIPTOR.fields_by_name)
     assert {item.name for item in dataclasses.fields(Root)} == set(block_pb2.Root.DESCRIPTOR.fields_by_name)
     assert {item.name for item in dataclasses.fields(StoreStats)} == set(block_pb2.StoreStats.DESCRIPTOR.fields_by_name)
+
+
+def test_every_field_of_a_layer_group_has_a_field_in_its_message():
+    for group in (SlidingWindow, Recurrent):
+        message = getattr(block_pb2, group.__name__)
+        assert {item.name for item in dataclasses.fields(group)} == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_a_group_of_an_unknown_kind_is_refused():
+    message = convert.namespace_to_proto(NAMESPACE)
+    message.layout.groups.add()
+    with pytest.raises(InvalidLayoutError, match="no kind that this version knows"):
+        convert.namespace_from_proto(message, None)
 
 
 def test_enums_have_the_same_numbers_on_the_wire():

@@ -1,0 +1,213 @@
+"""Moving sparse parts: making room for them, writing them to disk, and reading them.
+
+A group keeps to its share of each tier (`sparse_ratio_max`). Up to that it takes extents from whoever gives first,
+then what of its own was needed longest ago leaves: host memory for the disk, the disk for good. Where anyone needs host
+memory, what stands at blocks that left it follows them. A part for which there is no room is not stored, and a match is
+shorter for it; no dense block is refused for that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvstore.store.index import Index
+    from kvstore.store.room import RoomMaker
+    from kvstore.store.space import Space
+    from kvstore.store.sparse import FreedSparse, SparseBlock, SparseGroup
+    from kvstore.types import Slots
+
+_BATCH_BYTES = 64 << 20
+_TRIES_MAX = 4  # with nothing gained: what was freed went elsewhere, or the system refuses the memory
+
+
+class SparseMover:
+    """Moves sparse parts between tiers and buffers. The room lock is held while they change their tier."""
+
+    def __init__(self, index: Index, room: RoomMaker) -> None:
+        self._index = index
+        self._room = room
+
+    def reserve(self, space: Space, group: SparseGroup, count: int) -> Slots:
+        """Up to `count` host slots of a group, after letting others leave where needed; fewer if none may in time."""
+        slots = group.host.allocate(count)
+        wait_seconds = self._index.settings.room_seconds_max
+        if slots.size == count or not self._room.lock.acquire(timeout=wait_seconds):
+            return slots
+        try:
+            return self._allocate(space, group, Tier.HOST, count, slots)
+        finally:
+            self._room.lock.release()
+
+    def leave_cooled(self, space: Space) -> bool:
+        """Let sparse parts follow their dense blocks out of host memory; the room lock must be held. False if none."""
+        found = False
+        for group in space.sparse.groups:
+            with self._index.lock:
+                victims = group.take_cooled(_batch(group))
+            found |= self._leave(space, group, Tier.HOST, victims)
+        return found
+
+    def flush(self) -> None:
+        """Write every sparse part that is in host memory alone to disk, as far as there is room."""
+        if self._index.disk is None:
+            return
+        with self._room.lock:
+            for space in self._index.spaces():
+                for group in space.sparse.groups:
+                    self._flush_group(space, group)
+
+    def read(self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], part: int) -> int:
+        """Copy one part of held blocks into rows; returns how many leading ones are right.
+
+        `part` counts within the group. What does not come from disk as it was written is dropped.
+        """
+        done = 0
+        while done < len(blocks):
+            with self._index.lock:
+                slots = [block.slots.get(Tier.HOST) for block in blocks[done:]]
+            run = _run_length(slots)
+            if slots[0] is not None:
+                group.host.read(np.array(slots[:run], dtype=np.uint32), rows[done : done + run], part=part)
+                good = run
+            else:
+                good = self._read_from_disk(group, blocks[done : done + run], rows[done : done + run], part)
+            done += good
+            if good < run:
+                break
+        return done
+
+    def _free(self, space: Space, group: SparseGroup, tier: Tier, count: int) -> bool:
+        """Let something leave a tier so that a group finds slots there; false if nothing could."""
+        pool = group.pool(tier)
+        if pool is None:
+            return False
+        if not pool.at_limit and self._room.return_extent(space, tier):
+            return True
+        return self._evict(space, group, tier, min(count, _batch(group)))
+
+    def _evict(self, space: Space, group: SparseGroup, tier: Tier, count: int) -> bool:
+        with self._index.lock:
+            victims = group.take_victims(tier, count)
+        return self._leave(space, group, tier, victims)
+
+    def _leave(self, space: Space, group: SparseGroup, tier: Tier, victims: list[SparseBlock]) -> bool:
+        left: list[FreedSparse] = []
+        try:
+            if tier is Tier.HOST:
+                self._write(space, group, [block for block in victims if Tier.DISK not in block.slots])
+        finally:
+            with self._index.lock:
+                left = group.leave(victims, tier)
+                self._index.accounting.evicted_blocks[f"sparse_{tier.name.lower()}"] += sum(
+                    int(freed.slots.size) for freed in left if freed.tier is tier
+                )
+            _settle(left)
+        return any(freed.tier is tier for freed in left)
+
+    def _flush_group(self, space: Space, group: SparseGroup) -> None:
+        with self._index.lock:
+            blocks = group.blocks()
+        step = _batch(group)
+        for start in range(0, len(blocks), step):
+            with self._index.lock:
+                held = group.hold_unwritten(blocks[start : start + step])
+            try:
+                self._write(space, group, held)
+            finally:
+                with self._index.lock:
+                    freed = group.release(held)
+                _settle(freed)
+
+    def _write(self, space: Space, group: SparseGroup, blocks: list[SparseBlock]) -> None:
+        """Write held blocks to disk, as many as find room there."""
+        if group.disk is None or not blocks:
+            return
+        slots = self._allocate(space, group, Tier.DISK, len(blocks), group.disk.allocate(len(blocks)))
+        blocks = blocks[: slots.size]
+        placed = np.zeros(slots.size, dtype=np.bool_)
+        try:
+            sources = [group.host.views(block.slots[Tier.HOST]) for block in blocks]
+            written = group.disk.write(slots, [block.identity for block in blocks], sources)
+            with self._index.lock:
+                for index in np.flatnonzero(written):
+                    placed[index] = group.place(blocks[index], Tier.DISK, int(slots[index]))
+                self._index.accounting.rejected_blocks["disk_error"] += int(slots.size - written.sum())
+        finally:
+            if not placed.all():
+                group.disk.free(slots[~placed])
+
+    def _allocate(self, space: Space, group: SparseGroup, tier: Tier, count: int, slots: Slots) -> Slots:
+        """Allocate until `count` slots are there, letting others leave; gives up where that brings none, or in time.
+
+        Owns `slots` until it returns: an exception gives them back.
+        """
+        pool = group.pool(tier)
+        assert pool is not None, tier
+        deadline = self._index.clock.monotonic() + self._index.settings.room_seconds_max
+        tries = 0
+        try:
+            while slots.size < count and tries < _TRIES_MAX and self._index.clock.monotonic() < deadline:
+                if not self._free(space, group, tier, count - int(slots.size)):
+                    break
+                more = pool.allocate(count - int(slots.size))
+                tries = 0 if more.size else tries + 1
+                slots = np.concatenate([slots, more])
+        except BaseException:
+            pool.free(slots)
+            raise
+        return slots
+
+    def _read_from_disk(
+        self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], part: int
+    ) -> int:
+        if group.disk is None:
+            raise AssertionError("a held block lies in no tier")
+        with self._index.lock:
+            slots = np.array([block.slots[Tier.DISK] for block in blocks], dtype=np.uint32)
+        verified = group.disk.read(slots, [block.identity for block in blocks], rows, part=part)
+        good = int(verified.size if verified.all() else verified.argmin())
+        if good < len(blocks):
+            with self._index.lock:
+                freed = group.forget(blocks[good : good + 1])
+                self._index.accounting.corrupt_blocks += 1
+            _settle(freed)
+        if len(group.parts) == 1:
+            self._promote(group, blocks[:good], rows[:good])
+        return good
+
+    def _promote(self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8]) -> None:
+        """Keep what was read from disk in host memory too, as far as there is free room."""
+        slots = group.host.allocate(len(blocks))
+        placed = np.zeros(slots.size, dtype=np.bool_)
+        try:
+            group.host.write(slots, rows[: slots.size])
+            with self._index.lock:
+                for index in range(slots.size):
+                    placed[index] = group.place(blocks[index], Tier.HOST, int(slots[index]))
+        finally:
+            if not placed.all():
+                group.host.free(slots[~placed])
+
+
+def _settle(freed: list[FreedSparse]) -> None:
+    for one in freed:
+        one.pool.free(one.slots)
+
+
+def _run_length(slots: Sequence[int | None]) -> int:
+    """How many leading entries are of the kind of the first one."""
+    is_there = [slot is not None for slot in slots]
+    return is_there.index(not is_there[0]) if (not is_there[0]) in is_there else len(is_there)
+
+
+def _batch(group: SparseGroup) -> int:
+    return max(1, _BATCH_BYTES // group.host.slot_bytes)
