@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -194,6 +196,11 @@ class PrefixMatch:
             counts[run.tier] = counts.get(run.tier, 0) + run.blocks
         return counts
 
+    @property
+    def host_blocks(self) -> int:
+        """Leading blocks that lie in host memory: as much as can be loaded without waiting for a disk."""
+        return self.runs[0].blocks if self.runs and self.runs[0].tier is Tier.HOST else 0
+
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -249,8 +256,9 @@ class StoreStats:
     """A snapshot of what a store holds and has done since its start. Hits are counted in tokens.
 
     `hit_tokens` and `loaded_tokens` are by tier name, `rejected_blocks` and `evicted_blocks` by reason, `disk_faults`
-    by kind: what the disk did wrong, each a miss or a refused store. `what_if` is empty until a tier is full,
-    and with an eviction policy that does not rehearse.
+    by kind: what the disk did wrong, each a miss or a refused store. `prefetches` are by outcome, `written_bytes` those
+    of blocks written to disk, and `moves` is what waits or runs in the background. `what_if` is empty until a tier is
+    full, and with an eviction policy that does not rehearse.
     """
 
     tiers: dict[str, TierStats]
@@ -265,6 +273,10 @@ class StoreStats:
     evicted_blocks: dict[str, int]
     corrupt_blocks: int
     disk_faults: dict[str, int]
+    prefetches: dict[str, int]
+    prefetched_blocks: int
+    written_bytes: int
+    moves: int
     leases: int
     stages: int
     pins: int
@@ -293,6 +305,16 @@ def require_seconds(seconds: object, name: str) -> float:
     if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < SECONDS_MAX:
         return float(seconds)
     raise InvalidArgumentError(f"{name} is {seconds!r}, expected seconds, at least 0 and below 1e9, or None for never")
+
+
+def require_tiers(tiers: Collection[Tier] | None) -> frozenset[Tier] | None:
+    """The tiers as a set, None for any; raises InvalidArgumentError unless they are some Tiers."""
+    if tiers is None:
+        return None
+    wanted = frozenset(tiers)
+    if not wanted or not all(isinstance(tier, Tier) for tier in wanted):
+        raise InvalidArgumentError(f"tiers is {tiers!r}, expected at least one kvstore.Tier, or None for any")
+    return wanted
 
 
 def require_root(root: object) -> None:

@@ -37,6 +37,7 @@ PAGE_BYTES = 4 * 2**20
 _EVENT_OVERHEAD_BYTES = 128
 _LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout))
 _ROOT_FIELDS = tuple(item.name for item in fields(Root))
+_TIER_NUMBERS = frozenset(int(tier) for tier in Tier)
 _SIMPLE_STATS = (
     "namespaces",
     "lookups",
@@ -49,8 +50,11 @@ _SIMPLE_STATS = (
     "pins",
     "index_bytes",
     "policy_bytes",
+    "prefetched_blocks",
+    "written_bytes",
+    "moves",
 )
-_MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults")
+_MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults", "prefetches")
 
 
 def namespace_to_proto(namespace: Namespace) -> block_pb2.Namespace:
@@ -114,6 +118,19 @@ def runs_to_proto(runs: Iterable[TierRun]) -> list[block_pb2.TierRun]:
 def runs_from_proto(messages: Iterable[block_pb2.TierRun]) -> tuple[TierRun, ...]:
     """Runs of one match."""
     return tuple(TierRun(Tier(message.tier), message.blocks) for message in messages)
+
+
+def tiers_from_proto(tiers: Iterable[int]) -> frozenset[Tier] | None:
+    """The tiers of a lease, None where none is named. Raises InvalidArgumentError for a number that is no tier's."""
+    wanted = frozenset(tiers)
+    if not wanted <= _TIER_NUMBERS:
+        raise InvalidArgumentError(f"tiers are {sorted(wanted)}, expected some of {sorted(_TIER_NUMBERS)}")
+    return frozenset(map(Tier, wanted)) or None
+
+
+def tiers_to_proto(tiers: Iterable[Tier]) -> list[block_pb2.Tier]:
+    """The tiers of a lease."""
+    return [_tier_to_proto(tier) for tier in sorted(tiers)]
 
 
 def commit_to_proto(result: CommitResult) -> cache_service_pb2.CommitResponse:

@@ -95,6 +95,8 @@ class Method(enum.IntEnum):
     Verify = 18
     Check = 19
     Hint = 20
+    Prefetch = 21
+    CancelPrefetch = 22
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -118,11 +120,13 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.Verify: admin_pb.VerifyRequest,
     Method.Check: health_pb2.HealthCheckRequest,
     Method.Hint: pb.HintRequest,
+    Method.Prefetch: pb.PrefetchRequest,
+    Method.CancelPrefetch: pb.CancelPrefetchRequest,
 }
 ADMIN_METHODS = frozenset((Method.Pin, Method.Unpin, Method.Evict, Method.Clear, Method.Flush, Method.Verify))
 BULK_METHODS = frozenset((Method.Load, Method.Write))
 # Those whose prompt may be sent by its growth.
-PROMPT_METHODS = frozenset((Method.Match, Method.Lease, Method.Stage))
+PROMPT_METHODS = frozenset((Method.Match, Method.Lease, Method.Stage, Method.Prefetch))
 # A request of one of these that begins with a delta says so in its flags.
 FLAG_DELTA = 1
 

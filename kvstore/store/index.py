@@ -13,6 +13,7 @@ from kvstore import hashing
 from kvstore.errors import NoSpaceError
 from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
+from kvstore.store.budget import StoreBudget, default_bytes_per_second
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.types import require_namespace
@@ -76,6 +77,11 @@ class Index:
         self._tick = max(self._tick + 1, now)
         return self._tick
 
+    @property
+    def latest_tick(self) -> int:
+        """The tick of the latest request; `lock` must be held."""
+        return self._tick
+
     def spaces(self) -> list[Space]:
         """All spaces opened so far."""
         return list(self._spaces.values())
@@ -94,6 +100,11 @@ class Index:
                 space = self._make_space(namespace)
                 self._spaces[namespace] = space
             return space
+
+    def count_failed_move(self) -> None:
+        """Count a job of the movers that raised."""
+        with self.lock:
+            self.accounting.prefetches["failed_move"] += 1
 
     def save_policies(self) -> None:
         """Write down what the eviction policies know, for the next start. No lock may be held."""
@@ -199,6 +210,11 @@ class Index:
             policy=self.settings.eviction_policy,
             quota=quota,
             hash_seed=None if saved is None else saved.hash_seed,
+            budget=StoreBudget(
+                self.settings.store_bytes_per_second or default_bytes_per_second(),
+                self.host.capacity_bytes,
+                self.clock.monotonic(),
+            ),
         )
         if self.disk is not None and disk_pool is not None:
             excess = _excess_ranges(disk_pool)

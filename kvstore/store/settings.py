@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
 from kvstore.radix.tree import POLICIES
+from kvstore.store.placement import DiskAdmission
 
 if TYPE_CHECKING:
     from kvstore.types import Namespace
 
+COUNTING_POLICIES = ("survival", "lfu")
 _WHOLE = ("host_min", "host_max", "disk_min", "disk_max")
 
 
@@ -67,6 +69,10 @@ class StoreSettings:
     stage_seconds_max: float = 600.0
     lease_seconds_max: float = 3600.0
     eviction_policy: str = "survival"
+    disk_admission: str = DiskAdmission.WORTH.value
+    store_bytes_per_second: int | None = None
+    prefetch_ratio: float = 0.1
+    prefetches_max: int = 64
     quotas: tuple[Quota, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,8 +85,20 @@ class StoreSettings:
                 raise ConfigError(f"{item.name} is {value}, expected at least {least}")
         if self.pinned_ratio_max > 1:
             raise ConfigError(f"pinned_ratio_max is {self.pinned_ratio_max}, expected 0..1")
+        if self.prefetch_ratio > 1:
+            raise ConfigError(f"prefetch_ratio is {self.prefetch_ratio}, expected 0..1")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}, expected one of {', '.join(POLICIES)}")
+        self._check_admission()
+
+    def _check_admission(self) -> None:
+        if self.disk_admission not in tuple(DiskAdmission):
+            raise ConfigError(f"disk_admission is {self.disk_admission!r}, expected one of {', '.join(DiskAdmission)}")
+        if self.disk_admission == DiskAdmission.REUSE and self.eviction_policy not in COUNTING_POLICIES:
+            raise ConfigError(
+                f"disk_admission is 'reuse', which needs an eviction_policy that counts uses "
+                f"({', '.join(COUNTING_POLICIES)}), but that is {self.eviction_policy!r}"
+            )
 
     def check_capacities(self, host_bytes: int, disk_bytes: int) -> None:
         """Raise ConfigError where a quota ensures more than a tier has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -12,7 +13,10 @@ from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpa
 from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
+from kvstore.store.movers import Movers
 from kvstore.store.pins import PinTable
+from kvstore.store.placement import DiskAdmission, leading
+from kvstore.store.prefetch import Prefetcher, StorePrefetch, WriteThrough
 from kvstore.store.room import RoomMaker
 from kvstore.store.settings import StoreSettings
 from kvstore.store.stage import StoreStage
@@ -20,10 +24,20 @@ from kvstore.store.what_if import what_if
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import HostTier
 from kvstore.tokens import as_token_array
-from kvstore.types import PLAIN_ROOT, PrefixMatch, StoreStats, Tier, TierStats, Verification, require_seconds
+from kvstore.types import (
+    PLAIN_ROOT,
+    PrefixMatch,
+    StoreStats,
+    Tier,
+    TierStats,
+    Verification,
+    require_seconds,
+    require_tiers,
+)
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
     from types import TracebackType
 
     from kvstore.clock import Clock
@@ -35,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PROBLEMS_MAX = 1000
 _IDLE_SLICES = 16
+_MOVER_THREADS = 2
 
 
 class Store:
@@ -48,6 +63,10 @@ class Store:
         self._index = Index(settings, host, disk, clock)
         self._room = RoomMaker(self._index)
         self._pins = PinTable(self._index)
+        self._movers = Movers(
+            threads=_MOVER_THREADS, jobs_max=settings.prefetches_max, on_failure=self._index.count_failed_move
+        )
+        self._prefetcher = Prefetcher(self._index, self._room, self._movers)
         self._leases: set[StoreLease] = set()
         self._stages: set[StoreStage] = set()
         self._open = True
@@ -78,9 +97,25 @@ class Store:
                 accounting.count_lookup(prompt.size, runs, namespace.layout.block_tokens)
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
 
-    def lease(self, match: PrefixMatch) -> StoreLease:
+    def prefetch(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, wait_seconds: float | None = 0.0
+    ) -> StorePrefetch:
+        """Bring a stored prefix up into host memory; see kvstore.api.KvStore."""
+        if wait_seconds is not None:
+            wait_seconds = require_seconds(wait_seconds, "wait_seconds")
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        prefetch = self._prefetcher.start(space, space.find(root_key, prompt))
+        try:
+            prefetch.wait(wait_seconds)
+        except BaseException:
+            prefetch.cancel()
+            raise
+        return prefetch
+
+    def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> StoreLease:
         """Protect a match; see kvstore.api.KvStore."""
         self._check_open()
+        wanted = require_tiers(tiers)
         self._end_overdue()
         space = self._index.space(match.namespace)
         found = space.find(space.root_key(match.root), match.prompt)
@@ -88,6 +123,8 @@ class Store:
             if len(self._leases) >= self._settings.leases_max:
                 raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
             ids = space.confirm(found)[: match.blocks]
+            if wanted is not None and ids.size:
+                ids = ids[: leading(space.lies_in(ids, wanted))]
             space.tree.lease(ids)
             lease = StoreLease(self._index, space, ids, self._forget_lease)
             self._leases.add(lease)
@@ -206,6 +243,10 @@ class Store:
                 rejected_blocks=dict(+counted.rejected_blocks),
                 evicted_blocks=dict(+counted.evicted_blocks),
                 corrupt_blocks=counted.corrupt_blocks,
+                prefetches=dict(+counted.prefetches),
+                prefetched_blocks=counted.prefetched_blocks,
+                written_bytes=counted.written_bytes,
+                moves=self._movers.depth,
                 disk_faults={} if self._disk is None else self._disk.faults,
                 leases=len(self._leases),
                 stages=len(self._stages),
@@ -251,6 +292,8 @@ class Store:
         if not self._open:
             return
         self._open = False
+        self._prefetcher.cancel_all()
+        self._movers.close()
         for lease in list(self._leases):
             lease.release()
         for stage in list(self._stages):
@@ -289,8 +332,9 @@ class Store:
         self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int
     ) -> tuple[StoreStage, int, BlockIds]:
         """Insert the placeholders of a stage: with how many blocks are present, and the ids of all."""
+        forget = partial(self._forget_stage, space, root_key, prompt)
         stage = StoreStage(
-            self._index, space, root_key=root_key, prompt=prompt, requested_from=from_block, forget=self._forget_stage
+            self._index, space, root_key=root_key, prompt=prompt, requested_from=from_block, forget=forget
         )
         while True:
             with self._index.lock:
@@ -349,9 +393,16 @@ class Store:
         with self._index.lock:
             self._leases.discard(lease)
 
-    def _forget_stage(self, stage: StoreStage) -> None:
+    def _forget_stage(self, space: Space, root_key: bytes, prompt: TokenArray, stage: StoreStage) -> None:
         with self._index.lock:
             self._stages.discard(stage)
+        if space.disk is None or self._settings.disk_admission != DiskAdmission.WRITE_THROUGH or not self._open:
+            return
+        job = WriteThrough(self._index, self._room, space, space.find(root_key, prompt))
+        if not self._movers.offer(job):
+            # What is not written now is when it leaves host memory.
+            with self._index.lock:
+                self._index.accounting.rejected_blocks["write_queue"] += job.blocks
 
 
 def open_store(
