@@ -208,6 +208,7 @@ def stats_from_proto(message: block_pb2.StoreStats) -> StoreStats:
         rejected_blocks=dict(message.rejected_blocks),
         evicted_blocks=dict(message.evicted_blocks),
         disk_faults=dict(message.disk_faults),
+        prefetches=dict(message.prefetches),
         what_if=tuple(WhatIf(row.tier, row.scale, row.capacity_bytes, row.hit_rate) for row in message.what_if),
         **{name: getattr(message, name) for name in _SIMPLE_STATS},
     )

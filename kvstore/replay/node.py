@@ -3,11 +3,10 @@
 The rules are the store's (kvstore/store): victims leave host memory in the tree's order and go to disk, root to leaf,
 where they have no copy yet and the rule of admission takes them; disk victims leave for good. A prefix found on disk
 moves up into host memory as far as there is free room. A prompt for which there is not enough room keeps its head.
-tests/model/test_replay_model.py
-compares with the store itself. Two things are simpler here: nothing is held back by a budget of bytes, and all victims
-of a prompt move at once, where the store moves 64 MiB at a time. With a disk tier that could change which of them find room there. On the Mooncake conversation trace
-(host 1 %, disk 5 %) batches of 1, 32 and 512 blocks gave the same hits and the same 99,182 demotions, and batches of 1
-took ten times as long.
+tests/model/test_replay_model.py compares with the store itself. Two things are simpler here: nothing is held back by a
+budget of bytes, and all victims of a prompt move at once, where the store moves 64 MiB at a time. With a disk tier that
+could change which of them find room there. On the Mooncake conversation trace (host 1 %, disk 5 %) batches of 1, 32
+and 512 blocks gave the same hits and the same 99,182 demotions, and batches of 1 took ten times as long.
 """
 
 from __future__ import annotations
