@@ -36,7 +36,7 @@ REUSED_USES = 2
 # Expected uses of a block while it would lie on disk, below which it is not worth the writing. They are taken from the
 # highest rate of use that the policy expects over any time, so they are too high, and the bound is no probability.
 # Chosen by replaying public traces: kvstore/replay/README.md has the table.
-USES_WORTH_WRITING = 0.25
+USES_WORTH_WRITING = 0.2
 # Of the budget of a namespace: what prompts that continue nothing leave to those that do.
 _BUDGET_KEPT_RATIO = 0.25
 NO_PARENT = -1  # in arrays of indices

@@ -188,7 +188,7 @@ void BindTree(nb::module_& module) {
            },
            "ids"_a.noconvert())
       .def("carries",
-           [](const RadixTree& tree, const InputArray& ids, int64_t tier) {
+           [](RadixTree& tree, const InputArray& ids, int64_t tier) {
              return ToNumpy<bool>(tree.Carries(View(ids), tier), {ids.size()});
            },
            "ids"_a.noconvert(), "tier"_a)

@@ -212,15 +212,16 @@ std::vector<uint16_t> RadixTree::Uses(IdSpan ids) const {
   return uses;
 }
 
-std::vector<uint8_t> RadixTree::Carries(IdSpan ids, int64_t tier) const {
+std::vector<uint8_t> RadixTree::Carries(IdSpan ids, int64_t tier) {
   const int index = CheckTier(tier);
   CheckIds(ids);
   std::vector<uint8_t> carries(ids.size);
   for (size_t i = 0; i < ids.size; ++i) {
     const Block& block = blocks_[ids[i]];
     if (block.state != BlockState::kAttached || IsCondemned(block.node)) continue;
-    const Node& node = nodes_[block.node];
-    carries[i] = node.below[index] > 0 || node.resident_end[index] > block.depth + 1;
+    Node& node = nodes_[block.node];
+    carries[i] = node.below[index] > 0 ||
+                 (node.resident[index] > 0 && blocks_[LastResident(&node, index)].depth > block.depth);
   }
   return carries;
 }

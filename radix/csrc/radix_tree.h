@@ -144,7 +144,7 @@ class RadixTree {
   // removed), and whether a block below it is in the tier and stays there.
   std::vector<double> Values(IdSpan ids, uint64_t tick);
   std::vector<uint16_t> Uses(IdSpan ids) const;
-  std::vector<uint8_t> Carries(IdSpan ids, int64_t tier) const;
+  std::vector<uint8_t> Carries(IdSpan ids, int64_t tier);
   Ids Parents(IdSpan ids) const;  // kNone where there is none, or the block was removed
   // Up to `limit` victims; none that is worth more than `worth`, but for a hundredth.
   Ids TakeVictims(int64_t tier, int64_t limit, double worth);
