@@ -88,6 +88,14 @@ def room_price(worth: float, *, has_disk: bool, is_owed: bool) -> float:
     return inf if has_disk or is_owed else worth
 
 
+def prefetch_price(values: NDArray[np.float64]) -> float:
+    """What blocks may be worth, at most, that leave for prefetched ones of these values: less than each of those.
+
+    Nobody has computed those anew, so what is nearly equal stays; policies that only know an order compare exactly.
+    """
+    return float(values.min()) / NEARLY_EQUAL
+
+
 def may_leave(worth: float, price: float) -> bool:
     """Whether a block that is worth `worth` may leave for what is worth `price`."""
     return worth <= price * NEARLY_EQUAL

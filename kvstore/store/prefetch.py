@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.radix.tree import NO_SLOT
 from kvstore.store.moving import place_on_host, read_from_disk
-from kvstore.store.placement import leading, prefetch_blocks, promote
+from kvstore.store.placement import leading, prefetch_blocks, prefetch_price, promote
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -213,8 +213,8 @@ class Prefetcher:
     def _bring(self, space: Space, ids: BlockIds, buffer: NDArray[np.uint8]) -> int:
         """Bring up some blocks that lie on disk alone; how many, from the first one on, are in host memory now."""
         with self._index.lock:
-            worth = space.worth(float(space.tree.values(ids, self._index.latest_tick).min()))
-        slots = self._room.host_slots(space, int(ids.size), worth)
+            price = space.worth(prefetch_price(space.tree.values(ids, self._index.latest_tick)))
+        slots = self._room.host_slots(space, int(ids.size), price)
         good = 0
         try:
             block_bytes = space.layout.block_bytes

@@ -23,6 +23,7 @@ from kvstore.store.placement import (
     leading,
     may_leave,
     prefetch_blocks,
+    prefetch_price,
     promote,
     room_price,
     shortage,
@@ -62,6 +63,19 @@ def test_where_what_leaves_is_lost_no_more_is_paid_than_the_new_blocks_are_worth
 )
 def test_what_is_worth_no_more_may_leave(worth, price, expected):
     assert expected == may_leave(worth, price)
+
+
+@pytest.mark.parametrize(
+    ("values", "worth", "expected"),
+    [
+        ([5.0, 4.0], 4.1, False),
+        ([5.0, 4.0], 3.9, True),
+        ([2.0**46], 2.0**46 + 1, False),
+        ([2.0**46], 2.0**46 - 1, True),
+    ],
+)
+def test_a_prefetch_drives_out_what_is_worth_less_than_all_of_it(values, worth, expected):
+    assert expected == may_leave(worth, prefetch_price(np.array(values)))
 
 
 @pytest.mark.parametrize(
