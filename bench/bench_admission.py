@@ -20,7 +20,7 @@ from kvstore.replay.capacity import parse_capacity
 from kvstore.replay.run import Replay
 from kvstore.replay.trace import read_trace
 
-BLOCK_BYTES = 64 << 20
+TOKEN_BYTES = 128 << 10  # of an 8B model: 32 layers, 8 KV heads of 128, bfloat16
 RULES = ("demotion", "worth", "reuse", "write_through")
 PAIRS = (("1%", "10%"), ("2%", "10%"), ("2%", "30%"), ("5%", "30%"), ("5%", "50%"))
 # Of agents a hundredth of the blocks finds nearly everything, so less of them is asked for.
@@ -43,11 +43,12 @@ COUNTED = (
 
 def measure(path: Path, pairs: tuple[tuple[str, str], ...], rules: list[str]) -> list[dict[str, object]]:
     trace = read_trace(path)
-    replay = Replay(trace, block_bytes=BLOCK_BYTES, warm_ratio=0.5, clock=SystemClock())
+    block_bytes = trace.block_tokens * TOKEN_BYTES
+    replay = Replay(trace, block_bytes=block_bytes, warm_ratio=0.5, clock=SystemClock())
     rows: list[dict[str, object]] = []
     for texts in pairs:
         host, disk = (
-            parse_capacity(text, unique_blocks=trace.unique_blocks, block_bytes=BLOCK_BYTES) for text in texts
+            parse_capacity(text, unique_blocks=trace.unique_blocks, block_bytes=block_bytes) for text in texts
         )
         for rule in rules:
             row = asdict(replay.run("default", host, disk, admission=rule))

@@ -12,11 +12,11 @@ from kvstore.store.placement import Budget
 # Bytes that may be stored for each byte that was loaded. To compute a byte of KV takes a GPU of today 0.4-1.5 ns (8B to
 # 70B models), to copy one out 0.02 ns (PCIe 5 x16): up to there stores cost less than the loads have saved.
 _STORED_PER_LOADED = 20
-# What is stored without any reuse costs at most this share of the bandwidth of memory; half of the 2 % of an engine's
-# time that a cache may cost which is of no use, since each block that comes makes another one leave.
-_COPY_RATIO = 0.01
+# What is stored without any reuse costs at most this share of the bandwidth of memory: a quarter of the 2 % of an
+# engine's time that a cache may cost which is of no use. The calls take the rest, and that blocks have to leave.
+_COPY_RATIO = 0.005
 _BURST_BYTES_MIN = 256 << 20
-_PROBE_BYTES = 8 << 20
+_PROBE_BYTES = 32 << 20  # more than caches hold
 _PROBE_TRIES = 3
 
 
@@ -59,7 +59,7 @@ class StoreBudget:
 def default_bytes_per_second() -> int:
     """What a namespace may store a second without any reuse: a share of the bandwidth of memory.
 
-    That is what one thread's copies between two buffers that are in memory reach; measured once, in about 10 ms.
+    That is what one thread's copies between two buffers that are in memory reach; measured once, in about 50 ms.
     """
     source = np.ones(_PROBE_BYTES, dtype=np.uint8)
     target = np.ones(_PROBE_BYTES, dtype=np.uint8)

@@ -39,6 +39,7 @@ REUSED_USES = 2
 USES_WORTH_WRITING = 0.2
 # Of the budget of a namespace: what prompts that continue nothing leave to those that do.
 _BUDGET_KEPT_RATIO = 0.25
+_BUDGET_PIECE_RATIO = 1 / 16
 NO_PARENT = -1  # in arrays of indices
 
 
@@ -71,11 +72,13 @@ class Budget:
 def admit_host(request: StoreRequest, budget: Budget) -> int:
     """How many blocks, from the first one on, the budget allows.
 
-    A block is begun with any budget that is left, so a block larger than all of it can be stored, too.
+    None before there is enough for all of them, or for a good piece: a block now and then would cost as much in calls
+    and be of no use. A block larger than such a piece is begun with less than it takes.
     """
     kept_bytes = 0.0 if request.present else _BUDGET_KEPT_RATIO * budget.most_bytes
     usable_bytes = budget.left_bytes - kept_bytes
-    if usable_bytes <= 0:
+    piece_bytes = min(request.count * request.block_bytes, _BUDGET_PIECE_RATIO * budget.most_bytes)
+    if usable_bytes < piece_bytes:
         return 0
     return min(request.count, max(1, int(usable_bytes // request.block_bytes)))
 

@@ -15,8 +15,9 @@ from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.movers import Movers
 from kvstore.store.pins import PinTable
-from kvstore.store.placement import DiskAdmission, leading
+from kvstore.store.placement import DiskAdmission, StoreRequest, admit_host, leading
 from kvstore.store.prefetch import Prefetcher, StorePrefetch, WriteThrough
+from kvstore.store.refusal import RefusedStage
 from kvstore.store.room import RoomMaker
 from kvstore.store.settings import StoreSettings
 from kvstore.store.stage import StoreStage
@@ -132,7 +133,7 @@ class Store:
 
     def stage(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0
-    ) -> StoreStage:
+    ) -> StoreStage | RefusedStage:
         """Begin to store; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
         whole = prompt.size // namespace.layout.block_tokens
@@ -140,6 +141,8 @@ class Store:
             raise InvalidArgumentError(f"from_block is {from_block}, expected 0..{whole} (whole blocks of the prompt)")
         self._end_overdue()
         prompt = prompt[: whole * namespace.layout.block_tokens]
+        if whole and not from_block and self._is_spent(space, root_key, prompt):
+            return RefusedStage(namespace.layout, from_block=0, refused_blocks=whole)
         stage, present, path = self._open_stage(space, root_key, prompt, from_block)
         try:
             stage.begin(present, path, self._room)
@@ -327,6 +330,20 @@ class Store:
         prompt = as_token_array(tokens)
         space = self._index.space(namespace)
         return space, space.root_key(root), prompt
+
+    def _is_spent(self, space: Space, root_key: bytes, prompt: TokenArray) -> bool:
+        """Whether the budget has nothing for a prompt that continues nothing; counts it, if so.
+
+        Decided before anything is done for the prompt: a workload without reuse asks again and again.
+        """
+        with self._index.lock:
+            request = StoreRequest(prompt.size // space.layout.block_tokens, space.layout.block_bytes, present=0)
+            if admit_host(request, space.budget.left(self._clock.monotonic())):
+                return False
+            if space.tree.match(root_key, prompt[: space.layout.block_tokens]).size:
+                return False
+            self._index.accounting.rejected_blocks["budget"] += request.count
+        return True
 
     def _open_stage(
         self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int

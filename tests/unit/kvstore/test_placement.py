@@ -34,13 +34,14 @@ from kvstore.store.placement import (
     ("count", "present", "left_bytes", "expected"),
     [
         (10, 0, 1000, 10),  # a full bucket
-        (10, 0, 260, 1),  # what begins anew leaves a quarter of 1000 to others
-        (10, 0, 250, 0),
-        (10, 0, 330, 1),
+        (10, 0, 320, 1),  # what begins anew leaves a quarter of 1000 to others
+        (10, 0, 312, 0),  # and waits for a sixteenth of it
         (10, 0, 470, 4),
         (10, 3, 250, 5),  # what continues a stored prefix may have all of it
-        (10, 3, 49, 1),  # and begins a last block with whatever is left
-        (10, 3, 0, 0),
+        (10, 3, 63, 1),
+        (10, 3, 62, 0),
+        (1, 3, 50, 1),  # all that there is to store is enough
+        (1, 3, 49, 0),
         (10, 3, -20, 0),
         (0, 3, 1000, 0),
         (2, 3, 1000, 2),
@@ -48,6 +49,10 @@ from kvstore.store.placement import (
 )
 def test_the_head_of_what_is_new_is_taken_while_the_budget_lasts(count, present, left_bytes, expected):
     assert expected == admit_host(StoreRequest(count, 50, present), Budget(left_bytes, 1000))
+
+
+def test_a_block_larger_than_the_budget_is_taken_all_the_same():
+    assert 1 == admit_host(StoreRequest(3, 5000, 1), Budget(63, 1000))
 
 
 @pytest.mark.parametrize(
