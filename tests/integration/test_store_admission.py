@@ -246,16 +246,16 @@ def test_what_finds_no_room_is_not_spent() -> None:
 
 
 def test_an_engine_without_reuse_copies_little_for_the_store() -> None:
-    """An engine that copies a prompt's KV at 5 GB/s and stores what is taken of it: under 1 % more bytes are copied."""
+    """An engine that copies a prompt's KV at 5 GB/s and stores what is taken of it: 0.25 % more bytes are copied."""
     clock = ManualClock()
     bandwidth = 5 << 30
-    with new_store(None, clock, store_bytes_per_second=bandwidth // 200, eviction_policy="lru") as store:
+    with new_store(None, clock, store_bytes_per_second=bandwidth // 400, eviction_policy="lru") as store:
         spend_burst(store)
         before = store.stats().stored_blocks
-        for name in range(2000):
+        for name in range(5000):
             clock.advance(64 * LAYOUT.block_bytes / bandwidth)
             with store.stage(NAMESPACE, prompt_of(20_000 + name, 64)) as stage:
                 if stage.blocks:
                     stage.write_from(np.zeros((stage.blocks, LAYOUT.block_bytes), dtype=np.uint8))
-        copied_ratio = (store.stats().stored_blocks - before) / (2000 * 64)
-        assert 0.004 < copied_ratio < 0.006
+        copied_ratio = (store.stats().stored_blocks - before) / (5000 * 64)
+        assert 0.002 < copied_ratio <= 0.0025
