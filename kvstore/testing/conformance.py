@@ -370,58 +370,6 @@ class KvStoreConformance:
             store.flush()
             assert store.stats().tiers["disk" if disk_bytes else "host"].blocks == 40 * 20
 
-    # -- prefetching ---------------------------------------------------------------------------------------------
-
-    def test_a_prefetch_of_what_is_in_host_memory_or_nowhere_is_done_at_once(self, store: KvStore) -> None:
-        store_prompt(store, BASE, PROMPT)
-        for prompt, expected in ((PROMPT, BLOCKS), ([*PROMPT, *range(8)], BLOCKS), ([1, 2, 3, 4], 0), ([], 0)):
-            prefetch = store.prefetch(BASE, prompt)
-            assert (expected, True) == (prefetch.host_blocks, prefetch.done)
-            prefetch.cancel()
-            prefetch.cancel()
-        assert store.stats().lookups == 0
-
-    def test_a_prefetch_brings_up_what_lies_on_disk_alone(self, open_store: OpenStore) -> None:
-        with open_store(MIB, 64 * MIB) as store:
-            prompts = [list(range(start, start + 80)) for start in range(0, 400 * 80, 80)]
-            for prompt in prompts:
-                store_prompt(store, BASE, prompt)
-            match = store.match(BASE, prompts[0])
-            assert (match.blocks, match.host_blocks) == (20, 0)
-            with store.lease(match, tiers={Tier.HOST}) as lease:
-                assert lease.blocks == 0
-            with store.prefetch(BASE, prompts[0], wait_seconds=None) as prefetch:
-                assert (prefetch.host_blocks, prefetch.done) == (20, True)
-            match = store.match(BASE, prompts[0])
-            assert match.tiers == {Tier.HOST: 20}
-            with store.lease(match, tiers={Tier.HOST}) as lease:
-                assert lease.blocks == 20
-            assert verified_blocks(store, BASE, prompts[0]) == 20
-            stats = store.stats()
-            assert stats.prefetched_blocks == 20
-            assert stats.prefetches == {"done": 1}
-
-    def test_a_prefetch_that_is_waited_for_later_tells_the_same(self, open_store: OpenStore) -> None:
-        with open_store(MIB, 64 * MIB) as store:
-            prompts = [list(range(start, start + 80)) for start in range(0, 400 * 80, 80)]
-            for prompt in prompts:
-                store_prompt(store, BASE, prompt)
-            store.match(BASE, prompts[0])
-            prefetch = store.prefetch(BASE, prompts[0])
-            assert prefetch.wait() == 20
-            assert (prefetch.wait(0), prefetch.done) == (20, True)
-
-    @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), 1e9])
-    def test_a_wait_that_cannot_be_is_refused(self, store: KvStore, seconds: float) -> None:
-        with pytest.raises(InvalidArgumentError, match="wait_seconds is"):
-            store.prefetch(BASE, PROMPT, wait_seconds=seconds)
-
-    def test_a_lease_of_no_tier_is_refused(self, store: KvStore) -> None:
-        match = store.match(BASE, PROMPT)
-        for tiers in ((), ("host",), {2}):
-            with pytest.raises(InvalidArgumentError, match="tiers is"):
-                store.lease(match, tiers=tiers)  # type: ignore[arg-type]
-
     # -- pins, eviction, clearing --------------------------------------------------------------------------------
 
     def test_a_pinned_prefix_outlives_pressure_until_it_is_unpinned(self, open_store: OpenStore) -> None:
