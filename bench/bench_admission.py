@@ -28,7 +28,7 @@ GRID = {
     "mooncake_conversation": PAIRS,
     "mooncake_synthetic": PAIRS,
     "lmcache_agents": PAIRS,
-    "coding_agents_a": (("0.25%", "1%"), ("0.5%", "5%"), ("1%", "10%")),
+    "coding_agents_a": (("0.25%", "1%"), ("0.5%", "5%")),
 }
 SHOWN = ("block_hit_rate", "token_hit_rate", "host_block_hit_rate", "disk_block_hit_rate")
 COUNTED = (
