@@ -20,8 +20,8 @@ def table(result: dict[str, Any]) -> list[str]:
         by_point.setdefault((row["trace"].split(".")[0], row["host"], row["disk"]), {})[row["admission"]] = row
     machine = result["machine"]
     lines = [
-        f"Measured on {machine['time'][:10]} at commit {machine['commit']}; percent of blocks found / KiB written to disk",
-        f"for each token found. {result.get('note', '')}".rstrip(),
+        f"Measured on {machine['time'][:10]} at commit {machine['commit']}; percent of blocks found / KiB written to",
+        f"disk for each token found. {result.get('note', '')}".rstrip(),
         "",
         f"| trace | host | disk | {' | '.join(RULES)} |",
         "|---" * (len(RULES) + 3) + "|",
