@@ -66,6 +66,7 @@ class Index:
         self._opened_at = clock.monotonic()
         self._tick = _FIRST_TICK
         self._snapshots = PolicySnapshots(self)
+        self._store_bytes_per_second = settings.store_bytes_per_second or default_bytes_per_second()
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace here; makes no space for it."""
@@ -211,7 +212,7 @@ class Index:
             quota=quota,
             hash_seed=None if saved is None else saved.hash_seed,
             budget=StoreBudget(
-                self.settings.store_bytes_per_second or default_bytes_per_second(),
+                self._store_bytes_per_second,
                 self.host.capacity_bytes,
                 self.clock.monotonic(),
             ),
