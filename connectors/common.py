@@ -10,15 +10,18 @@ import logging
 import queue
 import threading
 from collections import Counter, deque
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.errors import KvstoreError, NoSpaceError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from kvstore.api import KvStore
     from kvstore.clock import Clock
+    from kvstore.types import PrefixMatch
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +121,27 @@ class CircuitBreaker:
             else:
                 self._openings += 1
             self._trial_at = self._clock.monotonic() + self._backoff_seconds
+
+
+@contextmanager
+def prefetched(store: KvStore, matches: Sequence[PrefixMatch], wait_seconds: float, clock: Clock) -> Iterator[None]:
+    """Begin once what the matches have on disk alone is in host memory, or that time is over; leaving ends the rest.
+
+    All of them are read side by side, and the next request for one finds it in host memory. Whatever does not come up
+    is loaded from where it lies, so nothing is lost where prefetches are refused.
+    """
+    with ExitStack() as stack:
+        begun = []
+        for match in matches:
+            if match.host_blocks < match.blocks:
+                with suppress(NoSpaceError):
+                    found = match.prompt[: match.tokens]
+                    begun.append(stack.enter_context(store.prefetch(match.namespace, found, root=match.root)))
+        ends_at = clock.monotonic() + wait_seconds
+        for prefetch in begun:
+            with suppress(NoSpaceError):
+                prefetch.wait(max(0.0, ends_at - clock.monotonic()))
+        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from kvstore.connectors.common import (
     GuardedCalls,
     SelfCheckError,
     UnsupportedModelError,
+    prefetched,
 )
 from kvstore.connectors.huggingface_cache import (
     CACHE_ARGUMENT,
@@ -61,6 +62,7 @@ T = TypeVar("T")
 ATTACH_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
 QUEUED_STORES_MAX = 64
+_PREFETCH_RATIO = 0.5  # of the time for a load: what is not up by then is loaded from disk in the rest of it
 _ATTRIBUTE = "kvstore_connector"
 _NO_MEMORY = (MemoryError, RuntimeError)  # torch reports lack of memory as a RuntimeError
 
@@ -161,6 +163,7 @@ class HuggingFaceConnector:
         self._namespace: Namespace | None = namespace
         self._settings = namespace
         self._limits = limits
+        self._clock = clock
         self._watch = WeightsWatch(model)
         # Connecting happens at the first call; here only the address is checked.
         self._store = kvstore.connect(store) if isinstance(store, str) else store
@@ -294,7 +297,8 @@ class HuggingFaceConnector:
             return nothing
 
         def load_rows() -> list[torch.Tensor]:
-            return [_load_blocks(self._store, match, blocks) for match in matches]
+            with prefetched(self._store, matches, _PREFETCH_RATIO * self._limits.load_seconds, self._clock):
+                return [_load_blocks(self._store, match, blocks) for match in matches]
 
         rows = self._guarded(load_rows, self._limits.load_seconds)
         if rows is None:

@@ -3,7 +3,7 @@
 `kvstore.open()` and `kvstore.connect()` both return a KvStore; tests/conformance runs one suite against both.
 All methods may be called from any thread. Arguments are checked before anything changes.
 
-    match -> lease -> load_into -> release          stage -> write_from -> commit | abort
+    prefetch -> match -> lease -> load_into -> release          stage -> write_from -> commit | abort
 
 A buffer is anything with the buffer protocol, DLPack, or a torch tensor on the CPU, C-contiguous, holding
 [blocks, block_bytes] (or [blocks, part_bytes] where a part is named) bytes whatever its own shape and dtype.
@@ -31,7 +31,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         Root,
         ScrubPage,
         StoreStats,
+        Tier,
         Verification,
     )
 
@@ -132,6 +133,34 @@ class Stage(Protocol):
     ) -> None: ...
 
 
+class Prefetch(Protocol):
+    """Blocks of a prompt on their way into host memory. Leaving the `with` block cancels what has not come yet."""
+
+    @property
+    def host_blocks(self) -> int:
+        """Leading blocks of the prompt in host memory, as of the last look."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, however."""
+        ...
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait until it has ended, at most `seconds`; returns `host_blocks`."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop it: its request was aborted. Idempotent. What has come stays; others who asked for the same get it."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 class KvStore(Protocol):
     """Prefix-addressed storage of KV blocks."""
 
@@ -154,8 +183,25 @@ class KvStore(Protocol):
         """
         ...
 
-    def lease(self, match: PrefixMatch) -> Lease:
-        """Protect a match. What vanished since then is left out; raises NoSpaceError at the limit of leases."""
+    def prefetch(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, wait_seconds: float | None = 0.0
+    ) -> Prefetch:
+        """Bring what is stored of a prompt from disk up into host memory, while its request waits for its turn.
+
+        With `wait_seconds` 0 it returns at once (best effort), with None when all is up that can be (wait), else after
+        that time at the latest (timeout); what is not up by then comes in the background, until the prefetch is
+        cancelled. It takes room only from what is worth less, and brings no more at a time than its reserve, the head
+        of the prefix first. Where too much is under way it is refused at once: the answer is done, with what was in
+        host memory anyway. It protects nothing: match and lease what is there. Counts no lookup.
+        """
+        ...
+
+    def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> Lease:
+        """Protect a match. What vanished since then is left out; raises NoSpaceError at the limit of leases.
+
+        With `tiers` it ends before the first block that has no copy in one of them: with `{Tier.HOST}` all that it
+        holds lies in host memory, verified, and a load of it waits for no disk.
+        """
         ...
 
     def stage(

@@ -35,6 +35,7 @@ _SECONDS_MAX = 30 * 86400
 # Those of kvstore.radix, which is too high up to be imported here.
 EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
 HUGE_PAGES = ("auto", "never", "required")  # that of kvstore.tiers, likewise
+DISK_ADMISSIONS = ("worth", "demotion", "reuse", "write_through")  # those of kvstore.store
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class LimitsConfig:
     sessions: int = _limit(1024, "Clients at a time.")
     leases_per_session: int = _limit(1024, "Leases that one client holds.")
     stages_per_session: int = _limit(64, "Stores that one client has begun and not ended.")
+    prefetches_per_session: int = _limit(1024, "Prefetches that one client has begun and not ended.")
     namespaces_per_session: int = _limit(256, "Namespaces that one client has opened.")
     connections: int = _limit(4096, "Connections to addresses that carry both lanes.")
     calls_per_connection: int = _limit(256, "Calls that one connection of the fast lane has under way.")
@@ -164,6 +166,7 @@ class LimitsConfig:
     bulk_seconds_max: float = _time_limit(600.0, "How long one load or store of bytes may take.")
     short_calls: int = _limit(1024, "Lookups and other short calls at a time.")
     long_calls: int = _limit(16, "Flushes, evictions, clears and checks at a time.")
+    prefetch_waiters: int = _limit(32, "Callers that wait for prefetches at a time.")
     event_readers: int = _limit(32, "Readers that wait for events at a time.")
     pin_tokens: int = _limit(2**20, "Tokens of one pinned prompt.")
 
@@ -210,6 +213,26 @@ class StoreConfig:
     poison_freed: bool = _setting(
         False, Kind.SWITCH, "For debugging: fill freed host memory, so that who still reads it sees a pattern."
     )
+    disk_admission: str = _setting(
+        DISK_ADMISSIONS[0],
+        Kind.TEXT,
+        "What is written to disk of what leaves host memory: worth (what is likely to be used), demotion (all), reuse "
+        "(what was used twice); or write_through: all that is stored.",
+        choices=DISK_ADMISSIONS,
+    )
+    store_bytes_per_second: int | None = _setting(
+        None,
+        Kind.SIZE,
+        "What a namespace may store in a second without reuse, above what fits into host memory; each byte that is "
+        "loaded allows 20 more.",
+        minimum=1,
+        maximum=_SIZE_BYTES_MAX,
+        auto="1/400 of the bandwidth of memory, measured at start",
+    )
+    prefetch_ratio: float = _setting(
+        0.1, Kind.RATIO, "Share of the host tier that prefetches under way may fill.", maximum=1
+    )
+    prefetches_max: int = _limit(64, "Prefetches, and writes of write_through, that wait or run; more are refused.")
 
 
 def _least(tier: str) -> Any:  # noqa: ANN401  # as dataclasses.field

@@ -134,6 +134,27 @@ STORE_METRICS = (
         "Tokens stored in full and not matched, since a sparse part that a match needs was not there.",
         lambda stats: _single(stats.shortened_tokens),
     ),
+    StoreMetric(
+        "kvstore_prefetches_total",
+        "Prefetches that have ended, by outcome.",
+        lambda stats: _by_label(stats.prefetches),
+        ("outcome",),
+    ),
+    StoreMetric(
+        "kvstore_prefetched_blocks_total",
+        "Blocks that prefetches brought from disk into host memory.",
+        lambda stats: _single(stats.prefetched_blocks),
+    ),
+    StoreMetric(
+        "kvstore_disk_written_bytes_total",
+        "Bytes of blocks that were written to disk.",
+        lambda stats: _single(stats.written_bytes),
+    ),
+    StoreMetric(
+        "kvstore_moves",
+        "Prefetches, and writes of write_through, that wait or run.",
+        lambda stats: _single(stats.moves),
+    ),
     StoreMetric("kvstore_leases", "Leases that are held.", lambda stats: _single(stats.leases)),
     StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: _single(stats.stages)),
     StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: _single(stats.pins)),

@@ -21,7 +21,7 @@ from kvstore.layer_groups import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -245,6 +245,11 @@ class PrefixMatch:
             counts[run.tier] = counts.get(run.tier, 0) + run.blocks
         return counts
 
+    @property
+    def host_blocks(self) -> int:
+        """Leading blocks that lie in host memory: as much as can be loaded without waiting for a disk."""
+        return self.runs[0].blocks if self.runs and self.runs[0].tier is Tier.HOST else 0
+
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -300,10 +305,11 @@ class StoreStats:
     """A snapshot of what a store holds and has done since its start. Hits are counted in tokens.
 
     `hit_tokens` and `loaded_tokens` are by tier name, `rejected_blocks` and `evicted_blocks` by reason, `disk_faults`
-    by kind: what the disk did wrong, each a miss or a refused store. `what_if` is empty until a tier is full,
-    and with an eviction policy that does not rehearse. `quarantined_slots` are places on disk that are not used since
-    they could not be read, written or erased. `sparse_blocks` have parts of a layer group, and count once for each;
-    `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
+    by kind: what the disk did wrong, each a miss or a refused store. `prefetches` are by outcome, `written_bytes` those
+    of blocks written to disk, and `moves` is what waits or runs in the background. `what_if` is empty until a tier is
+    full, and with an eviction policy that does not rehearse. `quarantined_slots` are places on disk that are not used
+    since they could not be read, written or erased. `sparse_blocks` have parts of a layer group, and count once for
+    each; `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
     """
 
     tiers: dict[str, TierStats]
@@ -318,6 +324,10 @@ class StoreStats:
     evicted_blocks: dict[str, int]
     corrupt_blocks: int
     disk_faults: dict[str, int]
+    prefetches: dict[str, int]
+    prefetched_blocks: int
+    written_bytes: int
+    moves: int
     leases: int
     stages: int
     pins: int
@@ -394,6 +404,16 @@ def require_own_part(layout: KvLayout, rank: int, part: int | None) -> None:
     own = [number for number, found in enumerate(layout.parts) if found.writer == rank]
     if part not in own and not (part is None and layout.writers == (rank,)):
         raise InvalidArgumentError(f"part is {part}, expected one that rank {rank} writes: {', '.join(map(str, own))}")
+
+
+def require_tiers(tiers: Collection[Tier] | None) -> frozenset[Tier] | None:
+    """The tiers as a set, None for any; raises InvalidArgumentError unless they are some Tiers."""
+    if tiers is None:
+        return None
+    wanted = frozenset(tiers)
+    if not wanted or not all(isinstance(tier, Tier) for tier in wanted):
+        raise InvalidArgumentError(f"tiers is {tiers!r}, expected at least one kvstore.Tier, or None for any")
+    return wanted
 
 
 def require_root(root: object) -> None:

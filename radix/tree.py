@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvstore.types import BlockIds, Slots, TokenArray
 
 NO_SLOT = _native.NO_SLOT
+NO_BLOCK = _native.NO_BLOCK
 SLICE_BLOCKS = _native.SLICE_BLOCKS
 EDGE_BLOCKS = _native.EDGE_BLOCKS
 POLICIES = tuple(_native.POLICIES)
@@ -235,6 +236,22 @@ class RadixTree:
     def value_of(self, block_id: int, tick: int) -> float:
         """What a block in the tree is worth; see `victim_value`. 0 for one that was removed."""
         return self._native.value_of(block_id, tick)
+
+    def values(self, ids: BlockIds, tick: int) -> NDArray[np.float64]:
+        """What each block is worth: `value_of` for many."""
+        return self._native.values(ids, tick)
+
+    def uses(self, ids: BlockIds) -> NDArray[np.uint16]:
+        """How many requests used each block, as far as it is remembered; 0 where the policy does not count them."""
+        return self._native.uses(ids)
+
+    def carries(self, ids: BlockIds, tier: Tier) -> NDArray[np.bool_]:
+        """Whether some block below each one lies in `tier`, victims of it not counted."""
+        return self._native.carries(ids, _index_of(tier))
+
+    def parents(self, ids: BlockIds) -> BlockIds:
+        """The id of the block above each one, NO_BLOCK where it is the first of its prompt."""
+        return self._native.parents(ids)
 
     def take_victims(self, tier: Tier, limit: int, worth: float = inf) -> BlockIds:
         """Take up to `limit` blocks that may leave `tier`, in the order of the policy.

@@ -19,7 +19,7 @@ from kvstore.transport import convert
 from kvstore.transport.address import parse_address
 from kvstore.transport.connection import Connection
 from kvstore.transport.link import CACHE, Deadlines, Lookup
-from kvstore.transport.remote import RemoteLease, RemoteStage
+from kvstore.transport.remote import RemoteLease, RemotePrefetch, RemoteStage
 from kvstore.transport.wire_dial import NoFastLaneError
 from kvstore.transport.wire_link import WireLink
 from kvstore.types import (
@@ -29,6 +29,7 @@ from kvstore.types import (
     Verification,
     require_namespace,
     require_seconds,
+    require_tiers,
     require_turn_ends,
     require_writer,
 )
@@ -36,14 +37,14 @@ from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from types import TracebackType
 
     from kvstore.events import EventPage
     from kvstore.tokens import Tokens
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.link import Link
-    from kvstore.types import Namespace, Pin, Root, StoreStats
+    from kvstore.types import Namespace, Pin, Root, StoreStats, Tier
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ ADMIN = "kvstore.v1.AdminService"
 _HEALTH = "grpc.health.v1.Health"
 _EVENTS_MAX = 10_000
 _EVENT_WAIT_SECONDS_MAX = 10.0
+_PREFETCH_STEP_SECONDS_MAX = 10.0
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 
@@ -103,9 +105,31 @@ class Client:
         found = self._call(lambda link: link.match(lookup))
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, found.blocks, found.runs)
 
-    def lease(self, match: PrefixMatch) -> RemoteLease:
+    def prefetch(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, wait_seconds: float | None = 0.0
+    ) -> RemotePrefetch:
+        """Bring a stored prefix up into host memory; waits in steps, so that no single call is long."""
+        if wait_seconds is not None:
+            wait_seconds = require_seconds(wait_seconds, "wait_seconds")
+        prompt = as_token_array(tokens)
+        step_seconds = min(_PREFETCH_STEP_SECONDS_MAX, self._deadlines.control_seconds / 2)
+
+        def attempt(connection: Link) -> RemotePrefetch:
+            packed = convert.prompt_to_proto(connection.ns_id(namespace), root, prompt)
+            return RemotePrefetch(connection, packed, step_seconds)
+
+        prefetch = self._call(attempt)
+        try:
+            prefetch.wait(wait_seconds)
+        except BaseException:
+            prefetch.cancel()
+            raise
+        return prefetch
+
+    def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> RemoteLease:
         """Protect a match."""
-        return self._call(lambda connection: RemoteLease(connection, match))
+        wanted = require_tiers(tiers)
+        return self._call(lambda connection: RemoteLease(connection, match, wanted))
 
     def stage(
         self,

@@ -42,6 +42,7 @@ _LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout) if item.name != "g
 _WINDOW_FIELDS = tuple(item.name for item in fields(SlidingWindow))
 _RECURRENT_FIELDS = tuple(item.name for item in fields(Recurrent))
 _ROOT_FIELDS = tuple(item.name for item in fields(Root))
+_TIER_NUMBERS = frozenset(int(tier) for tier in Tier)
 _SIMPLE_STATS = (
     "namespaces",
     "lookups",
@@ -57,8 +58,11 @@ _SIMPLE_STATS = (
     "quarantined_slots",
     "sparse_blocks",
     "shortened_tokens",
+    "prefetched_blocks",
+    "written_bytes",
+    "moves",
 )
-_MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults")
+_MAPPED_STATS = ("hit_tokens", "loaded_tokens", "rejected_blocks", "evicted_blocks", "disk_faults", "prefetches")
 
 
 def namespace_to_proto(namespace: Namespace) -> block_pb2.Namespace:
@@ -172,6 +176,19 @@ def wanted_from_proto(message: cache_service_pb2.StageResponse, layout: KvLayout
     }
 
 
+def tiers_from_proto(tiers: Iterable[int]) -> frozenset[Tier] | None:
+    """The tiers of a lease, None where none is named. Raises InvalidArgumentError for a number that is no tier's."""
+    wanted = frozenset(tiers)
+    if not wanted <= _TIER_NUMBERS:
+        raise InvalidArgumentError(f"tiers are {sorted(wanted)}, expected some of {sorted(_TIER_NUMBERS)}")
+    return frozenset(map(Tier, wanted)) or None
+
+
+def tiers_to_proto(tiers: Iterable[Tier]) -> list[block_pb2.Tier]:
+    """The tiers of a lease."""
+    return [_tier_to_proto(tier) for tier in sorted(tiers)]
+
+
 def commit_to_proto(result: CommitResult) -> cache_service_pb2.CommitResponse:
     """How a store went."""
     return cache_service_pb2.CommitResponse(
@@ -247,6 +264,7 @@ def stats_from_proto(message: block_pb2.StoreStats) -> StoreStats:
         rejected_blocks=dict(message.rejected_blocks),
         evicted_blocks=dict(message.evicted_blocks),
         disk_faults=dict(message.disk_faults),
+        prefetches=dict(message.prefetches),
         what_if=tuple(WhatIf(row.tier, row.scale, row.capacity_bytes, row.hit_rate) for row in message.what_if),
         **{name: getattr(message, name) for name in _SIMPLE_STATS},
     )

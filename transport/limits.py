@@ -37,6 +37,7 @@ class ServiceLimits:
     sessions: int = 1024
     leases_per_session: int = 1024
     stages_per_session: int = 64
+    prefetches_per_session: int = 1024
     namespaces_per_session: int = 256
     # Connections of the addresses that carry both lanes, those that have not said yet what they are included.
     connections: int = 4096
@@ -55,6 +56,8 @@ class ServiceLimits:
     short_calls: int = 1024
     # Flushes, evictions, clears and checks at a time, running or queued.
     long_calls: int = 16
+    # Callers that wait for prefetches at a time, each in a thread.
+    prefetch_waiters: int = 32
     # Readers that wait for events at a time, each in a thread.
     event_readers: int = 32
     # Tokens of one pinned prompt.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Self
 
 from kvstore.buffers import readable_rows, writable_rows
@@ -13,6 +14,7 @@ from kvstore.types import LoadResult, require_own_part
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from types import TracebackType
 
     import numpy as np
@@ -21,13 +23,14 @@ if TYPE_CHECKING:
 
     from kvstore.api import BlockBuffer
     from kvstore.transport.link import Link
-    from kvstore.types import CommitResult, KvLayout, PrefixMatch
+    from kvstore.types import CommitResult, KvLayout, PrefixMatch, Tier
+    from kvstore.v1 import block_pb2
 
 
 class RemoteLease:
     """A kvstore.api.Lease of a session. Raises UnavailableError once that session has ended."""
 
-    def __init__(self, connection: Link, match: PrefixMatch) -> None:
+    def __init__(self, connection: Link, match: PrefixMatch, tiers: Collection[Tier] | None = None) -> None:
         self._connection = connection
         self._layout = match.namespace.layout
         self._lease_id = connection.new_id()
@@ -37,6 +40,7 @@ class RemoteLease:
             prompt=convert.prompt_to_proto(connection.ns_id(match.namespace), match.root, match.prompt[: match.tokens]),
             blocks=match.blocks,
             lease_id=self._lease_id,
+            tiers=convert.tiers_to_proto(tiers or ()),
         )
         try:
             self._blocks = connection.call(CACHE, "Lease", request, pb.LeaseResponse).blocks
@@ -87,6 +91,74 @@ class RemoteLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+class RemotePrefetch:
+    """A kvstore.api.Prefetch of a session. `wait` raises UnavailableError once that session has ended."""
+
+    def __init__(self, connection: Link, prompt: block_pb2.Prompt, step_seconds: float) -> None:
+        self._connection = connection
+        self._step_seconds = step_seconds
+        self._request = pb.PrefetchRequest(
+            session_id=connection.session.session_id, prompt=prompt, prefetch_id=connection.new_id()
+        )
+        self._lock = threading.Lock()  # one call at a time; guards all below
+        self._host_blocks = 0
+        self._done = False
+        self._open = _OpenFlag("prefetch")
+        try:
+            self._ask(0.0)
+        except UnavailableError:
+            # The server may have begun it, or be about to.
+            self._give_up()
+            raise
+
+    @property
+    def host_blocks(self) -> int:
+        """Leading blocks of the prompt in host memory, as the server said last."""
+        return self._host_blocks
+
+    @property
+    def done(self) -> bool:
+        """Whether it had ended when the server was asked last."""
+        return self._done
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait until it has ended, in steps."""
+        ends_at = None if seconds is None else time.monotonic() + seconds
+        while not self._done and self._open:
+            rest_seconds = self._step_seconds if ends_at is None else ends_at - time.monotonic()
+            if rest_seconds <= 0:
+                break
+            self._ask(min(rest_seconds, self._step_seconds))
+        return self._host_blocks
+
+    def cancel(self) -> None:
+        """Stop it; idempotent, and raises nothing if the server cannot be reached."""
+        if self._open.end() and not self._done and not self._connection.ended:
+            self._give_up()
+
+    def _ask(self, wait_seconds: float) -> None:
+        with self._lock:
+            if self._done:
+                return
+            convert.set_duration(self._request.wait, wait_seconds, "wait_seconds")
+            # The connection may put less of the prompt into the message it is given.
+            request = pb.PrefetchRequest.FromString(self._request.SerializeToString())
+            answer = self._connection.call(CACHE, "Prefetch", request, pb.PrefetchResponse)
+            self._host_blocks, self._done = answer.host_blocks, answer.done
+
+    def _give_up(self) -> None:
+        request = pb.CancelPrefetchRequest(session_id=self._request.session_id, prefetch_id=self._request.prefetch_id)
+        self._connection.give_up(CACHE, "CancelPrefetch", request, pb.CancelPrefetchResponse)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
 
 
 class RemoteStage:

@@ -42,6 +42,7 @@ EVENTS_MAX = 10_000
 QUICK_BYTES_MAX = 256 * 1024
 EVENTS_DEFAULT = 1000
 EVENT_WAIT_SECONDS_MAX = 10.0
+PREFETCH_WAIT_SECONDS_MAX = 10.0
 _WATCH_SECONDS = 0.5
 
 
@@ -153,12 +154,40 @@ class CacheService:
             request_id=request.request_id or None,
         )
 
+    async def prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
+        """Bring a prompt up into host memory, or go on waiting for that."""
+        session = self._state.sessions.get(request.session_id)
+        wait_seconds = convert.duration_seconds(request.wait)
+        if not 0 <= wait_seconds <= PREFETCH_WAIT_SECONDS_MAX:
+            raise InvalidArgumentError(f"wait is {wait_seconds} s, expected 0..{PREFETCH_WAIT_SECONDS_MAX}")
+        namespace = self._namespace(request)
+        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        root = convert.root_from_proto(request.prompt.root)
+        start = partial(self._store.prefetch, namespace, tokens, root=root)
+        prefetch = await self._state.short.run(
+            lambda: session.prefetches.get_or_start(request.prefetch_id, start),
+            undo=lambda _: session.prefetches.cancel(request.prefetch_id),
+        )
+        if wait_seconds and not prefetch.done:
+            await self._state.prefetch.run(partial(prefetch.wait, wait_seconds))
+        done = prefetch.done  # before the count, which is then the last one
+        if done:
+            session.prefetches.forget(request.prefetch_id)
+        return pb.PrefetchResponse(host_blocks=prefetch.host_blocks, done=done)
+
+    async def cancel_prefetch(self, request: pb.CancelPrefetchRequest) -> pb.CancelPrefetchResponse:
+        """End a prefetch."""
+        prefetches = self._state.sessions.get(request.session_id).prefetches
+        await self._state.endings.call(partial(prefetches.cancel, request.prefetch_id))
+        return pb.CancelPrefetchResponse()
+
     async def lease(self, request: pb.LeaseRequest) -> pb.LeaseResponse:
         """Protect a match; a lease whose caller is gone before the answer ends at once."""
         session = self._state.sessions.get(request.session_id)
         match = _claimed_match(self._namespace(request), request)
+        open_lease = partial(self._store.lease, match, tiers=convert.tiers_from_proto(request.tiers))
         lease = await self._state.short.run(
-            lambda: session.leases.open(request.lease_id, lambda: self._store.lease(match), match.namespace.layout),
+            lambda: session.leases.open(request.lease_id, open_lease, match.namespace.layout),
             undo=lambda _: session.leases.end(request.lease_id),
         )
         return pb.LeaseResponse(blocks=lease.blocks)
@@ -315,7 +344,9 @@ class CacheService:
     def _events(self, after: int, limit: int, wait_seconds: float) -> block_pb2.EventPage:
         return convert.page_to_proto(self._store.events(after=after, limit=limit, wait_seconds=wait_seconds))
 
-    def _namespace(self, request: pb.MatchRequest | pb.HintRequest | pb.LeaseRequest | pb.StageRequest) -> Namespace:
+    def _namespace(
+        self, request: pb.MatchRequest | pb.HintRequest | pb.PrefetchRequest | pb.LeaseRequest | pb.StageRequest
+    ) -> Namespace:
         return self._state.sessions.get(request.session_id).namespace(request.prompt.ns_id)
 
     def _rows_at_once(self, row_bytes: int) -> int:

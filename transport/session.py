@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError
 from kvstore.hashing import KEY_BYTES
+from kvstore.transport.prefetches import Prefetches
 from kvstore.transport.status import UnknownSessionError
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Session:
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.leases: Holdings[Lease] = Holdings("lease", limits.leases_per_session, lambda lease: lease.release())
         self.stages: Holdings[Stage] = Holdings("stage", limits.stages_per_session, lambda stage: stage.abort())
+        self.prefetches = Prefetches(limits.prefetches_per_session)
         # Those that a lookup of this session has used: the store has read what it keeps of them.
         self.warm_namespaces: set[bytes] = set()
         self._namespaces_max = limits.namespaces_per_session
@@ -157,7 +159,8 @@ class Session:
         return namespace
 
     def close(self) -> int:
-        """Release all leases and abort all stages. Returns how many could not be ended."""
+        """Release all leases, abort all stages, cancel all prefetches. Returns how many could not be ended."""
+        self.prefetches.close()
         return self.leases.close() + self.stages.close()
 
 

@@ -35,6 +35,7 @@ class ServiceState:
         self.short = Workers("short", threads=_SHORT_THREADS, calls=limits.short_calls)
         self.bulk = Workers("bulk", threads=_BULK_THREADS, calls=limits.bulk_calls)
         self.long = Workers("long", threads=_LONG_THREADS, calls=limits.long_calls)
+        self.prefetch = Workers("prefetch", threads=limits.prefetch_waiters, calls=limits.prefetch_waiters)
         self.events = Workers("event", threads=limits.event_readers, calls=limits.event_readers)
         self.stopping = asyncio.Event()
         self.unended_handles = 0
@@ -67,7 +68,7 @@ class ServiceState:
         """Wait for sessions that are ending and for running store calls. No call may be open any more."""
         while self._ending:
             await asyncio.wait(self._ending)
-        for workers in (self.short, self.bulk, self.long, self.events, self.endings):
+        for workers in (self.short, self.bulk, self.long, self.prefetch, self.events, self.endings):
             await asyncio.to_thread(workers.close)
 
     async def _count_unended(self, end: Callable[[], int]) -> None:

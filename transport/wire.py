@@ -96,6 +96,8 @@ class Method(enum.IntEnum):
     Check = 19
     Hint = 20
     Scrub = 21
+    Prefetch = 22
+    CancelPrefetch = 23
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -120,13 +122,15 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.Check: health_pb2.HealthCheckRequest,
     Method.Hint: pb.HintRequest,
     Method.Scrub: admin_pb.ScrubRequest,
+    Method.Prefetch: pb.PrefetchRequest,
+    Method.CancelPrefetch: pb.CancelPrefetchRequest,
 }
 ADMIN_METHODS = frozenset(
     (Method.Pin, Method.Unpin, Method.Evict, Method.Clear, Method.Flush, Method.Verify, Method.Scrub)
 )
 BULK_METHODS = frozenset((Method.Load, Method.Write))
 # Those whose prompt may be sent by its growth.
-PROMPT_METHODS = frozenset((Method.Match, Method.Lease, Method.Stage))
+PROMPT_METHODS = frozenset((Method.Match, Method.Lease, Method.Stage, Method.Prefetch))
 # A request of one of these that begins with a delta says so in its flags.
 FLAG_DELTA = 1
 

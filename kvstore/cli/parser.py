@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore import __version__
-from kvstore.config import EVICTION_POLICIES
+from kvstore.config import DISK_ADMISSIONS, EVICTION_POLICIES
 
 if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  # argparse names it nowhere else
@@ -108,6 +108,12 @@ def _add_replay(commands: Commands) -> None:
         help="host tier: percent of the trace's unique blocks, blocks, or bytes such as 64GiB (default %(default)s)",
     )
     replay.add_argument("--disk", metavar="SIZE", help="disk tier, given likewise (default: none)")
+    replay.add_argument(
+        "--admission",
+        metavar="NAME,...",
+        default="default",
+        help=f"what is written to disk: {', '.join(DISK_ADMISSIONS)}, default: the store's (default: default)",
+    )
     replay.add_argument(
         "--policies",
         metavar="NAME,...",

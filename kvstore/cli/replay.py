@@ -15,7 +15,7 @@ from kvstore.quantities import format_size, parse_size
 from kvstore.replay import report as reports
 from kvstore.replay.capacity import parse_capacity
 from kvstore.replay.pace import Pacer
-from kvstore.replay.policies import check_policy
+from kvstore.replay.policies import admission_named, check_policy
 from kvstore.replay.run import Replay
 from kvstore.replay.trace import Expansion, read_trace
 from kvstore.types import BLOCK_TOKENS_MAX, KvLayout
@@ -38,6 +38,8 @@ def replay(arguments: argparse.Namespace) -> int:
     names = _listed("--policies", arguments.policies)
     for name in names:
         check_policy(name)
+    for name in _listed("--admission", arguments.admission):
+        admission_named(name)
     trace = read_trace(
         Path(arguments.trace),
         block_tokens=_block_tokens(arguments.block_tokens),
@@ -67,16 +69,18 @@ def _run_all(arguments: argparse.Namespace, trace: Trace, names: list[str], bloc
     sizes = [capacity(text) for text in _listed("--capacity", arguments.capacity)]
     disk = None if arguments.disk is None else capacity(arguments.disk)
     replayed = Replay(trace, block_bytes=block_bytes, warm_ratio=arguments.warm, clock=SystemClock())
-    runs = [(name, size) for size in sizes for name in names]
+    admissions = _listed("--admission", arguments.admission) if disk is not None else ["default"]
+    runs = [(name, size, admission) for size in sizes for name in names for admission in admissions]
     with ProgressBar(len(runs) * trace.request_count) as bar:
         return [
             replayed.run(
                 name,
                 size,
                 disk,
+                admission=admission,
                 before_request=_watcher(bar, f"{name} at {size.text}", _pacer(arguments.speed), trace),
             )
-            for name, size in runs
+            for name, size, admission in runs
         ]
 
 

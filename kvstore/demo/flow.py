@@ -102,11 +102,15 @@ class _Counts:
     stored_blocks: int
     present_blocks: int
     loaded_tokens: dict[str, int]
+    hit_tokens: dict[str, int]
 
     def __sub__(self, before: _Counts) -> _Counts:
-        loaded = {tier: tokens - before.loaded_tokens.get(tier, 0) for tier, tokens in self.loaded_tokens.items()}
+        loaded, hits = (
+            {tier: tokens - earlier.get(tier, 0) for tier, tokens in now.items()}
+            for now, earlier in ((self.loaded_tokens, before.loaded_tokens), (self.hit_tokens, before.hit_tokens))
+        )
         stored_blocks = self.stored_blocks - before.stored_blocks
-        return _Counts(stored_blocks, self.present_blocks - before.present_blocks, loaded)
+        return _Counts(stored_blocks, self.present_blocks - before.present_blocks, loaded, hits)
 
 
 def run_flow(plan: DemoPlan, progress: Callable[[str], None]) -> DemoReport:
@@ -187,7 +191,7 @@ def _ask_cached(engine: _Engine, question: str, store: KvStore, seen: _Seen) -> 
         ttft_cold_seconds=cold["ttft_seconds"],
         ttft_kvstore_seconds=answer["ttft_seconds"],
         identical=answer["tokens"] == cold["tokens"],
-        tiers=tuple(tier for tier, tokens in counted.loaded_tokens.items() if tokens),
+        tiers=tuple(tier for tier, tokens in counted.hit_tokens.items() if tokens),
         broken=_broken_promises(answer, cold, counted, seen),
     )
     seen.sequences.append(_computed(answer))
@@ -226,7 +230,7 @@ def _common_blocks(one: list[int], other: list[int]) -> int:
 
 def _counts(store: KvStore) -> _Counts:
     stats = store.stats()
-    return _Counts(stats.stored_blocks, stats.present_blocks, dict(stats.loaded_tokens))
+    return _Counts(stats.stored_blocks, stats.present_blocks, dict(stats.loaded_tokens), dict(stats.hit_tokens))
 
 
 def _machine(threads: int) -> dict[str, Any]:

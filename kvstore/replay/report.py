@@ -57,14 +57,16 @@ def table(report: Report) -> tuple[tuple[str, ...], _Cells]:
     """Header and cells; rates in percent. Columns of the disk tier only where there is one."""
     with_disk = any(row.disk_blocks for row in report.rows)
     header = ("policy", "capacity", "blocks", "block hit %", "token hit %", "optimal %", "infinite %")
-    disk_header = ("host hit %", "disk hit %", "demoted GiB", "promoted GiB")
+    disk_header = ("admission", "host hit %", "disk hit %", "demoted GiB", "promoted GiB", "demoted KiB / hit token")
     cells: _Cells = []
     for row in report.rows:
         rates = (row.block_hit_rate, row.token_hit_rate, row.optimal, row.infinite)
         shown = (row.policy, row.capacity, row.capacity_blocks, *map(_percent, rates))
         of_tiers = map(_percent, (row.host_block_hit_rate, row.disk_block_hit_rate))
-        moved = (_gib(row.demoted_bytes), _gib(row.promoted_bytes))
-        cells.append((*shown, *of_tiers, *moved) if with_disk else shown)
+        per_token = row.demoted_bytes_per_hit_token
+        written = "-" if per_token is None else round(per_token / 1024, 1)
+        moved = (_gib(row.demoted_bytes), _gib(row.promoted_bytes), written)
+        cells.append((*shown, row.admission, *of_tiers, *moved) if with_disk else shown)
     return (*header, *disk_header) if with_disk else header, cells
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.errors import InvalidArgumentError
 from kvstore.replay.node import Node
 from kvstore.replay.optimal import FutureUses, optimal_hits
-from kvstore.replay.policies import make_tree
+from kvstore.replay.policies import DEFAULT_POLICY, admission_named, make_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.replay.capacity import Capacity
     from kvstore.replay.trace import Trace
+    from kvstore.store.placement import DiskAdmission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRow:
     """The outcome of one run; the names are those of the JSON and the Parquet file. Rates are 0..1.
 
-    `capacity` is the host tier's, `disk` the disk tier's, as they were given. `optimal` and `infinite` are block hit
+    `capacity` is the host tier's, `disk` the disk tier's, as they were given, and `admission` what is written to disk,
+    which without one is nothing. `optimal` and `infinite` are block hit
     rates: of MIN with as much room as both tiers together, and of a cache without limit. All is counted after the
-    warm-up, except `run_seconds`, the time that the whole run took.
+    warm-up, except `run_seconds`, the time that the whole run took. `demoted_bytes` are written to disk;
+    `demoted_bytes_per_hit_token` is by all tokens found, None where there are none.
     """
 
     policy: str
@@ -39,6 +42,7 @@ class ReplayRow:
     disk: str | None
     disk_blocks: int
     disk_bytes: int
+    admission: str | None
     requests: int
     blocks: int
     tokens: int
@@ -52,9 +56,22 @@ class ReplayRow:
     infinite: float
     optimal_token_hit_rate: float
     infinite_token_hit_rate: float
+    host_hit_blocks: int
+    disk_hit_blocks: int
+    host_hit_tokens: int
+    disk_hit_tokens: int
     demoted_bytes: int
     promoted_bytes: int
+    demoted_bytes_per_hit_token: float | None
     run_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPart:
+    """The disk tier of a run."""
+
+    capacity: Capacity
+    admission: DiskAdmission
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +112,21 @@ class Replay:
         host: Capacity,
         disk: Capacity | None = None,
         *,
+        admission: str = DEFAULT_POLICY,
         before_request: Callable[[int], None] = lambda _request: None,
     ) -> ReplayRow:
         """Replay the whole trace on an empty node. `before_request` is called with the index of each request."""
+        rule = admission_named(admission)
         start = self._clock.monotonic()
         node = Node(
             make_tree(policy_name, self._trace.block_tokens),
             host_blocks=self._useful(host),
             disk_blocks=0 if disk is None else self._useful(disk),
+            admission=rule,
         )
         outcome = self._drive(node, before_request)
-        return self._row(policy_name, host, disk, outcome, run_seconds=self._clock.monotonic() - start)
+        taken = None if disk is None else DiskPart(disk, rule)
+        return self._row(policy_name, host, taken, outcome, run_seconds=self._clock.monotonic() - start)
 
     def _useful(self, capacity: Capacity) -> int:
         """More room than the whole trace needs changes nothing, and must not be allocated."""
@@ -128,20 +149,23 @@ class Replay:
         )
 
     def _row(
-        self, policy_name: str, host: Capacity, disk: Capacity | None, outcome: _Outcome, *, run_seconds: float
+        self, policy_name: str, host: Capacity, disk: DiskPart | None, outcome: _Outcome, *, run_seconds: float
     ) -> ReplayRow:
-        disk_blocks = 0 if disk is None else disk.blocks
+        disk_blocks = 0 if disk is None else disk.capacity.blocks
         all_hits = outcome.host_hits + outcome.disk_hits
         optimal = self._optimal_hits(min(host.blocks + disk_blocks, self._trace.unique_blocks))
         infinite = self._optimal_hits(self._trace.unique_blocks)
+        demoted_bytes = outcome.demoted_blocks * self._block_bytes
+        host_tokens, found_tokens = self._found_tokens(outcome.host_hits), self._found_tokens(all_hits)
         return ReplayRow(
             policy=policy_name,
             capacity=host.text,
             capacity_blocks=host.blocks,
             capacity_bytes=host.blocks * self._block_bytes,
-            disk=None if disk is None else disk.text,
+            disk=None if disk is None else disk.capacity.text,
             disk_blocks=disk_blocks,
             disk_bytes=disk_blocks * self._block_bytes,
+            admission=None if disk is None else disk.admission.value,
             requests=self.counted_requests,
             blocks=int(self._blocks.sum()),
             tokens=int(self._tokens.sum()),
@@ -155,8 +179,13 @@ class Replay:
             infinite=self._block_rate(infinite),
             optimal_token_hit_rate=self._token_rate(optimal),
             infinite_token_hit_rate=self._token_rate(infinite),
-            demoted_bytes=outcome.demoted_blocks * self._block_bytes,
+            host_hit_blocks=int(outcome.host_hits.sum()),
+            disk_hit_blocks=int(outcome.disk_hits.sum()),
+            host_hit_tokens=host_tokens,
+            disk_hit_tokens=found_tokens - host_tokens,
+            demoted_bytes=demoted_bytes,
             promoted_bytes=outcome.promoted_blocks * self._block_bytes,
+            demoted_bytes_per_hit_token=demoted_bytes / found_tokens if found_tokens else None,
             run_seconds=run_seconds,
         )
 
@@ -164,6 +193,8 @@ class Replay:
         return int(hits.sum()) / max(1, int(self._blocks.sum()))
 
     def _token_rate(self, hits: NDArray[np.int64]) -> float:
+        return self._found_tokens(hits) / max(1, int(self._tokens.sum()))
+
+    def _found_tokens(self, hits: NDArray[np.int64]) -> int:
         """Found tokens are never more than the prompt has, even where its length is told too short."""
-        found = np.minimum(hits * self._trace.block_tokens, self._tokens)
-        return int(found.sum()) / max(1, int(self._tokens.sum()))
+        return int(np.minimum(hits * self._trace.block_tokens, self._tokens).sum())

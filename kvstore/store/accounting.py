@@ -25,6 +25,9 @@ class Accounting:
         self.stored_blocks = 0
         self.present_blocks = 0
         self.corrupt_blocks = 0
+        self.written_bytes = 0
+        self.prefetches: Counter[str] = Counter()
+        self.prefetched_blocks = 0
         self.rejected_blocks: Counter[str] = Counter()
         self.evicted_blocks: Counter[str] = Counter()
 

@@ -14,6 +14,7 @@ from kvstore import hashing
 from kvstore.errors import NoSpaceError
 from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
+from kvstore.store.budget import StoreBudget, default_bytes_per_second
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.store.sparse import SparseGroup, SparseParts
@@ -76,6 +77,7 @@ class Index:
         self._opened_at = clock.monotonic()
         self._tick = _FIRST_TICK
         self._snapshots = PolicySnapshots(self)
+        self._store_bytes_per_second = settings.store_bytes_per_second or default_bytes_per_second()
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace here; makes no space for it."""
@@ -85,6 +87,11 @@ class Index:
         """The time in microseconds, for a request: larger than any before; `lock` must be held."""
         now = _FIRST_TICK + int((self.clock.monotonic() - self._opened_at) * _TICKS_PER_SECOND)
         self._tick = max(self._tick + 1, now)
+        return self._tick
+
+    @property
+    def latest_tick(self) -> int:
+        """The tick of the latest request; `lock` must be held."""
         return self._tick
 
     def spaces(self) -> list[Space]:
@@ -105,6 +112,11 @@ class Index:
                 space = self._make_space(namespace)
                 self._spaces[namespace] = space
             return space
+
+    def count_failed_move(self) -> None:
+        """Count a job of the movers that raised."""
+        with self.lock:
+            self.accounting.prefetches["failed_move"] += 1
 
     def save_policies(self) -> None:
         """Write down what the eviction policies know, for the next start. No lock may be held."""
@@ -213,6 +225,11 @@ class Index:
             sparse=self._make_sparse(ns_id, layout, shares),
             quota=quota,
             hash_seed=None if saved is None else saved.hash_seed,
+            budget=StoreBudget(
+                self._store_bytes_per_second,
+                self.host.capacity_bytes,
+                self.clock.monotonic(),
+            ),
         )
         if self.disk is not None and disk_pool is not None:
             with self.lock:

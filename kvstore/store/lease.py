@@ -6,17 +6,18 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from kvstore.buffers import writable_rows
 from kvstore.errors import ClosedError, InvalidArgumentError
 from kvstore.radix.tree import NO_SLOT
+from kvstore.store.moving import place_on_host, read_from_disk
+from kvstore.store.placement import leading
 from kvstore.types import LoadResult, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.api import BlockBuffer
@@ -91,14 +92,14 @@ class StoreLease:
             ids = self._ids[from_block : from_block + blocks]
             with self._index.lock:
                 slots = self._space.tree.slots(ids, Tier.HOST)
-                count = _leading(slots != NO_SLOT) if ids.size else 0
+                count = leading(slots != NO_SLOT) if ids.size else 0
                 held = self._ids[: from_block + count]  # from the root on, as all holds
                 self._space.tree.lease(held)
         try:
             yield self._space.host.pieces(slots[:count], part=part)
-            with self._index.lock:
-                tokens = count * self._space.layout.block_tokens
-                self._index.accounting.loaded_tokens[Tier.HOST.name.lower()] += tokens
+            layout = self._space.layout
+            row_bytes = layout.block_bytes if part is None else layout.part_bytes(part)
+            self._count_loaded(Tier.HOST, count, count * row_bytes)
         finally:
             with self._index.lock:
                 freed = self._space.release(held)
@@ -130,60 +131,33 @@ class StoreLease:
             with self._index.lock:
                 on_host = self._space.tree.slots(ids[done:], Tier.HOST)
             if on_host[0] != NO_SLOT:
-                run = _leading(on_host != NO_SLOT)
+                run = leading(on_host != NO_SLOT)
                 self._space.host.read(on_host[:run], rows[done : done + run], part=part)
                 tier, good = Tier.HOST, run
             else:
-                run = min(_leading(on_host == NO_SLOT), max(1, _DISK_BATCH_BYTES // rows.shape[1]))
+                run = min(leading(on_host == NO_SLOT), max(1, _DISK_BATCH_BYTES // rows.shape[1]))
                 tier, good = Tier.DISK, self._load_from_disk(ids[done : done + run], rows[done : done + run], part)
-            with self._index.lock:
-                tokens = good * self._space.layout.block_tokens
-                self._index.accounting.loaded_tokens[tier.name.lower()] += tokens
+            self._count_loaded(tier, good, good * rows.shape[1])
             done += good
             if good < run:
                 break
         return done
 
     def _load_from_disk(self, ids: BlockIds, rows: NDArray[np.uint8], part: int | None) -> int:
-        space = self._space
-        self._index.prepare_keys(space, ids)
-        with self._index.lock:
-            slots = space.tree.slots(ids, Tier.DISK)
-            identities = space.identities(ids)
-        if space.disk is None or (slots == NO_SLOT).any():
-            raise AssertionError("a leased block lies in no tier")
-        verified = space.disk.read(slots, identities, rows, part=part)
-        good = _leading(verified)
-        if good < ids.size:
-            self._drop_corrupt(ids[good : good + 1])
+        good = read_from_disk(self._index, self._space, ids, rows, part)
         if part is None:
             self._promote(ids[:good], rows[:good])
         return good
 
-    def _drop_corrupt(self, ids: BlockIds) -> None:
-        with self._index.lock:
-            freed = self._space.drop(ids)
-            self._index.accounting.corrupt_blocks += ids.size
-        self._index.settle(freed)
-
     def _promote(self, ids: BlockIds, rows: NDArray[np.uint8]) -> None:
         """Keep what was read from disk in host memory too, as far as there is free room."""
-        space = self._space
-        slots = space.host.allocate(int(ids.size))
-        if not slots.size:
-            return
-        placed = np.zeros(slots.size, dtype=np.bool_)
-        try:
-            space.host.write(slots, rows[: slots.size], part=None)
-            with self._index.lock:
-                placed = space.tree.place(ids[: slots.size], Tier.HOST, slots)
-                keys = space.tree.keys(ids[: slots.size][placed])
-                space.announce(Tier.HOST, [pair[1].tobytes() for pair in keys])
-        finally:
-            if not placed.all():
-                space.host.free(slots[~placed])
+        slots = self._space.host.allocate(int(ids.size))
+        if slots.size:
+            count = slots.size
+            place_on_host(self._index, self._space, ids[:count], rows[:count], slots)
 
-
-def _leading(mask: NDArray[np.bool_]) -> int:
-    """How many leading entries are true."""
-    return int(mask.size if mask.all() else mask.argmin())
+    def _count_loaded(self, tier: Tier, blocks: int, loaded_bytes: int) -> None:
+        with self._index.lock:
+            loaded_tokens = self._index.accounting.loaded_tokens
+            loaded_tokens[tier.name.lower()] += blocks * self._space.layout.block_tokens
+            self._space.budget.earn(loaded_bytes)

@@ -1,4 +1,7 @@
-"""Emptying an extent of host memory without losing what lies in it: its blocks move to free slots of the same pool."""
+"""Blocks on their way: read from disk and verified, placed in host memory, moved out of an extent.
+
+An extent is emptied without losing what lies in it: its blocks move to free slots of the same pool.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,54 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.radix.tree import NO_SLOT
+from kvstore.store.placement import leading
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvstore.store.index import Index
     from kvstore.store.space import Space
     from kvstore.tiers.base import SlotRange
-    from kvstore.types import Slots
+    from kvstore.types import BlockIds, Slots
 
 _COPY_BYTES = 8 << 20
+
+
+def read_from_disk(index: Index, space: Space, ids: BlockIds, rows: NDArray[np.uint8], part: int | None = None) -> int:
+    """Read blocks that the caller holds into rows; how many leading ones are right. The first wrong one is dropped."""
+    index.prepare_keys(space, ids)
+    with index.lock:
+        slots = space.tree.slots(ids, Tier.DISK)
+        identities = space.identities(ids)
+    if space.disk is None or (slots == NO_SLOT).any():
+        raise AssertionError("a block that is held lies in no tier")
+    good = leading(space.disk.read(slots, identities, rows, part=part))
+    if good < ids.size:
+        with index.lock:
+            freed = space.drop(ids[good : good + 1])
+            index.accounting.corrupt_blocks += 1
+        index.settle(freed)
+    return good
+
+
+def place_on_host(index: Index, space: Space, ids: BlockIds, rows: NDArray[np.uint8], slots: Slots) -> int:
+    """Copy rows of blocks that the caller holds into slots, which the index then owns; how many it took.
+
+    The others, whose blocks got a copy or were dropped meanwhile, are freed.
+    """
+    placed = np.zeros(slots.size, dtype=np.bool_)
+    try:
+        space.host.write(slots, rows, part=None)
+        with index.lock:
+            placed = space.tree.place(ids, Tier.HOST, slots)
+            keys = space.tree.keys(ids[placed])
+            space.announce(Tier.HOST, [pair[1].tobytes() for pair in keys])
+    finally:
+        if not placed.all():
+            space.host.free(slots[~placed])
+    return int(placed.sum())
 
 
 def is_movable(index: Index, space: Space, extent: SlotRange) -> bool:

@@ -1,23 +1,35 @@
 """Making room: which blocks leave host or disk so that others can come, and the copies to disk this takes.
 
 Among namespaces the one gives whose next block is worth least per byte; within one its eviction policy decides, leaves
-first. A block that leaves host memory goes to disk where there is one. Where there is none, and what leaves is lost,
-new blocks take the room only of what is worth no more than themselves. A namespace at its own limit makes room within
-itself, and no other one takes what its quota ensures it. Everything here runs on the thread that asked for room, one
-thread at a time, within a time limit.
+first. What a store may take, and what of that which leaves host memory goes to disk, placement.py decides; here it is
+done. A namespace at its own limit makes room within itself, and no other one takes what its quota ensures it.
+Everything here runs on the thread that asked for room, one thread at a time, within a time limit.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.radix.tree import NO_SLOT
+from kvstore.store.demotion import demotion
 from kvstore.store.moving import is_movable, move_out
+from kvstore.store.placement import (
+    DiskAdmission,
+    DiskTerms,
+    StoreRequest,
+    admit_host,
+    may_leave,
+    room_price,
+    shortage,
+)
 from kvstore.store.sparse_moves import SparseMover
+from kvstore.store.turnover import Turnover
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -32,8 +44,15 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 64 << 20
 _RECLAIM_TRIES = 4
 _GIVERS_MAX = 4
-_NEARLY_EQUAL = 1.01  # as the tree compares values: the policy's estimates are no better
 _EMPTY = np.empty(0, dtype=np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Slots of host memory for the first blocks asked for, and how many were refused, by reason."""
+
+    slots: Slots
+    refused: Counter[str] = field(default_factory=Counter)
 
 
 class RoomMaker:
@@ -43,12 +62,33 @@ class RoomMaker:
         self._index = index
         self.lock = threading.Lock()
         self.sparse = SparseMover(index, self)
+        self._admission = DiskAdmission(index.settings.disk_admission)
+        self._disk_is_full = False  # the last blocks that went there had to drive others out; guarded by `lock`
+        self._turnover: Turnover | None = None  # guarded by `lock`
+        if index.disk is not None:
+            self._turnover = Turnover(index.disk.capacity_bytes, index.clock.monotonic())
 
-    def reserve(self, space: Space, path: BlockIds, count: int) -> Slots:
-        """Up to `count` host slots for the last blocks of a path, after evicting others where needed.
+    def reserve(self, space: Space, path: BlockIds, count: int) -> Reserved:
+        """Host slots for the last `count` blocks of a path, the first of them first, after evicting others if needed.
 
-        Fewer when nothing may leave in time; see `shortage`.
+        Fewer where the budget of the namespace has no more, or nothing may leave in time.
         """
+        request = StoreRequest(count, space.layout.block_bytes, present=int(path.size) - count)
+        with self._index.lock:
+            price = self._price(space, path)
+            admitted = admit_host(request, space.budget.left(self._index.clock.monotonic()))
+            space.budget.spend(admitted * request.block_bytes)
+        slots = self.host_slots(space, admitted, price)
+        refused = Counter({"budget": count - admitted})
+        missing_count = admitted - int(slots.size)
+        if missing_count:
+            with self._index.lock:
+                space.budget.refund(missing_count * request.block_bytes)
+                refused[self._shortage(space, price)] += missing_count
+        return Reserved(slots, +refused)
+
+    def host_slots(self, space: Space, count: int, price: float) -> Slots:
+        """Up to `count` host slots, after evicting what is worth no more than `price`; fewer if too little leaves."""
         clock = self._index.clock
         deadline = clock.monotonic() + self._index.settings.room_seconds_max
         slots = space.host.allocate(count)
@@ -59,17 +99,18 @@ class RoomMaker:
                 space.host,
                 count,
                 slots,
-                lambda rest: clock.monotonic() < deadline and self._free_host(space, path, rest),
+                lambda rest: clock.monotonic() < deadline and self._free_host(space, rest, price),
             )
         finally:
             self.lock.release()
 
-    def shortage(self, space: Space, path: BlockIds) -> str:
-        """Why `reserve` gave less than it was asked for, as counters call it; the index lock must be held."""
-        givers = self._index.givers(Tier.HOST, space)
-        if givers and min(giver.worth for giver in givers) > self._affordable(space, path) * _NEARLY_EQUAL:
-            return "not_worth"
-        return "quota" if space.host.at_limit else "host_full"
+    def write_through(self, space: Space, ids: BlockIds) -> None:
+        """Write blocks that the caller holds to disk, ancestors first, as far as they are in host memory alone."""
+        with self.lock:
+            self._index.prepare_keys(space, ids)
+            with self._index.lock:
+                alone = (space.tree.slots(ids, Tier.DISK) == NO_SLOT) & (space.tree.slots(ids, Tier.HOST) != NO_SLOT)
+            self._copy_to_disk(space, ids[alone])
 
     def return_extent(self, space: Space, tier: Tier) -> bool:
         """Have a tier get back an extent or slab that sparse parts of a space can take; `lock` must be held.
@@ -108,28 +149,32 @@ class RoomMaker:
                 space.tree.lease(ids)
             try:
                 self._index.prepare_keys(space, ids)
-                has_room = self._copy_to_disk(space, ids)
+                # What is lost otherwise is all of host memory, so it need not be likely to be used soon.
+                terms = DiskTerms(self._disk_terms(space, int(ids.size)).victim_value, None)
+                has_room = self._copy_to_disk(space, self._demoted(space, ids[::-1].copy(), terms))
             finally:
                 with self._index.lock:
                     freed = space.release(ids)
                 self._index.settle(freed)
 
-    def _affordable(self, space: Space, path: BlockIds) -> float:
+    def _price(self, space: Space, path: BlockIds) -> float:
         """What blocks may be worth, at most, that leave for those at the end of a path; the index lock must be held."""
-        if self._index.disk is not None or space.missing_bytes(Tier.HOST) > 0:
-            return inf
-        return self._index.worth_of(space, int(path[-1]))
+        worth = self._index.worth_of(space, int(path[-1]))
+        return room_price(worth, has_disk=self._index.disk is not None, is_owed=space.missing_bytes(Tier.HOST) > 0)
 
-    def _free_host(self, space: Space, path: BlockIds, wanted: int) -> bool:
+    def _shortage(self, space: Space, price: float) -> str:
+        """Why there were fewer slots than asked for, as counters call it; the index lock must be held."""
+        givers = [giver.worth for giver in self._index.givers(Tier.HOST, space)]
+        return shortage(givers, price, at_limit=space.host.at_limit)
+
+    def _free_host(self, space: Space, wanted: int, price: float) -> bool:
         """Let some blocks leave host memory; false if none could."""
         others = [pool for other in self._index.spaces() for pool in other.pools(Tier.HOST) if pool is not space.host]
         if (not space.host.at_limit and _give_back_idle(others)) or self._free_condemned():
             return True
         if not space.host.at_limit and self._follow_out() and _give_back_idle(others):
             return True
-        with self._index.lock:
-            worth = self._affordable(space, path)
-        return self._free(space, Tier.HOST, wanted, worth)
+        return self._free(space, Tier.HOST, wanted, price)
 
     def _follow_out(self) -> bool:
         """Let sparse parts leave host memory whose dense blocks left it before; true if there were any."""
@@ -141,7 +186,7 @@ class RoomMaker:
             givers = self._index.givers(tier, space)
         tries = 0
         for giver in givers:
-            if giver.worth > worth * _NEARLY_EQUAL:
+            if not may_leave(giver.worth, worth):
                 continue
             if giver.space is space:
                 freed = self._evict(space, tier, min(wanted, _batch_blocks(space)), worth)
@@ -171,19 +216,35 @@ class RoomMaker:
         return self._leave_host(space, ids) if tier is Tier.HOST else self._leave_disk(space, ids)
 
     def _leave_host(self, space: Space, ids: BlockIds) -> bool:
-        """Copy taken victims to disk where host memory holds their only copy, then evict; true if a slot came free."""
+        """Copy taken victims to disk, those that are admitted there, then evict; true if a slot came free."""
         try:
             self._index.prepare_keys(space, ids)
             if space.disk is not None:
-                with self._index.lock:
-                    alone = ids[space.tree.slots(ids, Tier.DISK) == NO_SLOT]
-                self._copy_to_disk(space, alone[::-1].copy())
+                self._copy_to_disk(space, self._demoted(space, ids, self._disk_terms(space, int(ids.size))))
         finally:
             with self._index.lock:
                 freed = space.evict(ids, Tier.HOST)
                 self._index.accounting.evicted_blocks["host"] += freed.host.size
             self._index.settle(freed)
         return bool(freed.host.size)
+
+    def _disk_terms(self, space: Space, count: int) -> DiskTerms:
+        """What so many blocks would meet on disk."""
+        if self._admission is not DiskAdmission.WORTH or space.disk is None or self._turnover is None:
+            return DiskTerms(None, None)
+        if not self._disk_is_full or space.disk.free_slots >= count:
+            return DiskTerms(None, None)
+        seconds = self._turnover.seconds(self._index.clock.monotonic()) if space.is_measured else None
+        with self._index.lock:
+            givers = self._index.givers(Tier.DISK, space)
+        return DiskTerms(space.value(givers[0].worth) if givers else None, seconds)
+
+    def _demoted(self, space: Space, ids: BlockIds, terms: DiskTerms) -> BlockIds:
+        """Those of some blocks, deeper ones first, that go to disk, in the order of writing."""
+        with self._index.lock:
+            found = demotion(space.tree, ids, self._admission, terms, self._index.latest_tick)
+            self._index.accounting.rejected_blocks["not_admitted"] += found.refused_count
+        return found.ids
 
     def _copy_to_disk(self, space: Space, ids: BlockIds) -> bool:
         """Write blocks to disk, root to leaf, as many as find room. They are held or taken by the caller.
@@ -215,16 +276,20 @@ class RoomMaker:
             written = space.disk.write(slots, identities, sources)
             with self._index.lock:
                 placed[written] = space.tree.place(ids[written], Tier.DISK, slots[written])
+                self._index.accounting.written_bytes += int(placed.sum()) * space.layout.block_bytes
                 space.announce(Tier.DISK, [identities[i].key for i in np.flatnonzero(placed)])
         finally:
             if not placed.all():
                 space.disk.free(slots[~placed])
+        if self._turnover is not None:
+            self._turnover.note(int(placed.sum()) * space.disk.slot_bytes, self._index.clock.monotonic())
         return int(written.sum())
 
     def _reserve_disk(self, space: Space, count: int) -> Slots:
         if space.disk is None:
             return _EMPTY
         slots = space.disk.allocate(count)
+        self._disk_is_full = bool(slots.size < count)
         return _allocate_with(space.disk, count, slots, lambda rest: self._free_disk(space, rest))
 
     def _free_disk(self, space: Space, wanted: int) -> bool:

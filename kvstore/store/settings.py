@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
 from kvstore.radix.tree import POLICIES
+from kvstore.store.placement import DiskAdmission
 from kvstore.tiers.extent_stock import HostMemory
 from kvstore.tiers.huge_pages import HUGE_PAGES
 
 if TYPE_CHECKING:
     from kvstore.types import Namespace
 
+COUNTING_POLICIES = ("survival", "lfu")
 _WHOLE = ("host_min", "host_max", "disk_min", "disk_max")
 
 
@@ -74,6 +76,10 @@ class StoreSettings:
     reserve_from_bytes: int = 128 << 20
     lock_memory: bool = False
     poison_freed: bool = False
+    disk_admission: str = DiskAdmission.WORTH.value
+    store_bytes_per_second: int | None = None
+    prefetch_ratio: float = 0.1
+    prefetches_max: int = 64
     quotas: tuple[Quota, ...] = ()
 
     def __post_init__(self) -> None:
@@ -84,13 +90,14 @@ class StoreSettings:
             least = 0 if isinstance(value, float) else 1
             if value < least:
                 raise ConfigError(f"{item.name} is {value}, expected at least {least}")
-        for name in ("pinned_ratio_max", "sparse_ratio_max"):
+        for name in ("pinned_ratio_max", "sparse_ratio_max", "prefetch_ratio"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected 0..1")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}, expected one of {', '.join(POLICIES)}")
         if self.huge_pages not in HUGE_PAGES:
             raise ConfigError(f"huge_pages is {self.huge_pages!r}, expected one of {', '.join(HUGE_PAGES)}")
+        self._check_admission()
 
     @property
     def host_memory(self) -> HostMemory:
@@ -98,6 +105,15 @@ class StoreSettings:
         return HostMemory(
             huge_pages=self.huge_pages, lock_memory=self.lock_memory, reserve_from_bytes=self.reserve_from_bytes
         )
+
+    def _check_admission(self) -> None:
+        if self.disk_admission not in tuple(DiskAdmission):
+            raise ConfigError(f"disk_admission is {self.disk_admission!r}, expected one of {', '.join(DiskAdmission)}")
+        if self.disk_admission == DiskAdmission.REUSE and self.eviction_policy not in COUNTING_POLICIES:
+            raise ConfigError(
+                f"disk_admission is 'reuse', which needs an eviction_policy that counts uses "
+                f"({', '.join(COUNTING_POLICIES)}), but that is {self.eviction_policy!r}"
+            )
 
     def check_capacities(self, host_bytes: int, disk_bytes: int) -> None:
         """Raise ConfigError where a quota ensures more than a tier has."""

@@ -15,13 +15,16 @@ import numpy as np
 from kvstore import hashing
 from kvstore.events import EventKind
 from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
+from kvstore.store.budget import StoreBudget
 from kvstore.store.settings import NO_QUOTA
 from kvstore.store.sparse import NO_HOLD, FreedSparse, SparseParts
 from kvstore.tiers.base import BlockIdentity, RecoveredBlock
 from kvstore.types import PLAIN_ROOT, Tier, TierRun, require_root
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.events import EventLog
     from kvstore.store.settings import Quota
@@ -110,6 +113,7 @@ class Space:
         sparse: SparseParts | None = None,
         quota: Quota = NO_QUOTA,
         hash_seed: int | None = None,
+        budget: StoreBudget | None = None,
     ) -> None:
         self.ns_id = ns_id
         self.retired = False  # set under the index lock: nothing may be stored here any more
@@ -119,12 +123,13 @@ class Space:
         self.disk = disk
         self.sparse = SparseParts(layout) if sparse is None else sparse
         self.quota = quota
+        self.budget = StoreBudget(1.0, 0, 0.0) if budget is None else budget
         self.hash_seed = secrets.randbits(64) if hash_seed is None else hash_seed
         self.tree = RadixTree(layout.block_tokens, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
-        is_measured = policy == _MEASURING_POLICY
-        self.moving_factor = _MOVING_FACTOR if is_measured else 1.0
+        self.is_measured = policy == _MEASURING_POLICY
+        self.moving_factor = _MOVING_FACTOR if self.is_measured else 1.0
         # The lowest priorities per byte are not told from each other, for worth is divided by this.
-        self._scale = max(_SCALE_MIN, quota.priority / (layout.block_bytes if is_measured else 1))
+        self._scale = max(_SCALE_MIN, quota.priority / (layout.block_bytes if self.is_measured else 1))
         self._ns_key = ns_key
         self._events = events
         self._adopted: dict[BlockIdentity, int] = {}  # ids of blocks that came from disk, while the space is made
@@ -201,6 +206,14 @@ class Space:
             TierRun(Tier.HOST if on_host[start] else Tier.DISK, end - start)
             for start, end in zip(starts, ends, strict=False)
         )
+
+    def lies_in(self, ids: BlockIds, tiers: Collection[Tier]) -> NDArray[np.bool_]:
+        """Whether each block has a copy in one of the tiers; only host memory and disk are asked."""
+        there = np.zeros(ids.size, dtype=np.bool_)
+        for tier in (Tier.HOST, Tier.DISK):
+            if tier in tiers:
+                there |= self.tree.slots(ids, tier) != NO_SLOT
+        return there
 
     def identities(self, ids: BlockIds) -> list[BlockIdentity]:
         """Full identities of blocks, for headers."""

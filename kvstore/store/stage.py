@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -91,24 +92,29 @@ class StoreStage:
                 self._finish(0, [])
             self.check_open()
             missing = self.prompt.size // self._space.layout.block_tokens - self._present
+            reasons = Counter({"missing_prefix": missing})
             if path.size:
-                self._slots = room.reserve(self._space, path, missing)
+                reserved = room.reserve(self._space, path, missing)
+                self._slots, reasons = reserved.slots, reserved.refused
             self._refused = missing - int(self._slots.size)
             self._written = np.zeros((self._space.layout.part_count, self._slots.size), dtype=np.bool_)
-            self._drop_refused(room)
+            self._drop_refused(reasons)
 
-    def _drop_refused(self, room: RoomMaker) -> None:
+    def _drop_refused(self, reasons: Counter[str]) -> None:
         with self._index.lock:
             accounting = self._index.accounting
             accounting.present_blocks += self._present - self.requested_from
-            if self._refused:
-                reason = room.shortage(self._space, self._path) if self._path.size else "missing_prefix"
-                accounting.rejected_blocks[reason] += self._refused
+            accounting.rejected_blocks.update(reasons)
             staged_end = self._present + int(self._slots.size)
             if self._path.size:
                 self._sparse.begin(self._path[:staged_end], self._points.kept(self._space.layout, self._present))
             freed = self._space.drop(self._path[staged_end:])
         self._index.settle(freed)
+
+    @property
+    def space(self) -> Space:
+        """What it stores into."""
+        return self._space
 
     @property
     def is_open(self) -> bool:

@@ -17,7 +17,11 @@ from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
+from kvstore.store.movers import Movers
 from kvstore.store.pins import PinTable
+from kvstore.store.placement import DiskAdmission, StoreRequest, admit_host, leading
+from kvstore.store.prefetch import Prefetcher, StorePrefetch, WriteThrough
+from kvstore.store.refusal import RefusedStage
 from kvstore.store.room import RoomMaker
 from kvstore.store.settings import StoreSettings
 from kvstore.store.shares import SharedStages, StageShare
@@ -36,13 +40,14 @@ from kvstore.types import (
     TierStats,
     Verification,
     require_seconds,
+    require_tiers,
     require_turn_ends,
     require_writer,
 )
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from types import TracebackType
 
     from kvstore.clock import Clock
@@ -57,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PROBLEMS_MAX = 1000
 _IDLE_SLICES = 16
+_MOVER_THREADS = 2
 
 
 class Store:
@@ -70,6 +76,10 @@ class Store:
         self._index = Index(settings, host, disk, clock)
         self._room = RoomMaker(self._index)
         self._pins = PinTable(self._index)
+        self._movers = Movers(
+            threads=_MOVER_THREADS, jobs_max=settings.prefetches_max, on_failure=self._index.count_failed_move
+        )
+        self._prefetcher = Prefetcher(self._index, self._room, self._movers)
         self._leases: set[StoreLease] = set()
         self._stages: set[StoreStage] = set()
         self._shared = SharedStages()
@@ -104,16 +114,35 @@ class Store:
                 accounting.count_lookup(prompt.size, runs, namespace.layout.block_tokens)
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
 
-    def lease(self, match: PrefixMatch) -> StoreLease:
+    def prefetch(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, wait_seconds: float | None = 0.0
+    ) -> StorePrefetch:
+        """Bring a stored prefix up into host memory; see kvstore.api.KvStore."""
+        if wait_seconds is not None:
+            wait_seconds = require_seconds(wait_seconds, "wait_seconds")
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        prefetch = self._prefetcher.start(space, space.find(root_key, prompt))
+        try:
+            prefetch.wait(wait_seconds)
+        except BaseException:
+            prefetch.cancel()
+            raise
+        return prefetch
+
+    def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> StoreLease:
         """Protect a match; see kvstore.api.KvStore."""
         self._check_open()
+        wanted = require_tiers(tiers)
         self._end_overdue()
         space = self._index.space(match.namespace)
         found = space.find(space.root_key(match.root), match.prompt)
         with self._index.lock:
             if len(self._leases) >= self._settings.leases_max:
                 raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
-            ids = space.sparse.usable(space.confirm(found)[: match.blocks])
+            ids = space.confirm(found)[: match.blocks]
+            if wanted is not None and ids.size:
+                ids = ids[: leading(space.lies_in(ids, wanted))]
+            ids = space.sparse.usable(ids)
             space.tree.lease(ids)
             sparse = LeasedParts(self._room.sparse, space, space.sparse.hold(ids))
             lease = StoreLease(self._index, space, ids, self._forget_lease, sparse)
@@ -129,7 +158,7 @@ class Store:
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
         rank: int | None = None,
-    ) -> StoreStage | StageShare:
+    ) -> StoreStage | StageShare | RefusedStage:
         """Begin to store; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
         if rank is not None:
@@ -139,11 +168,15 @@ class Store:
         if not 0 <= from_block <= whole:
             raise InvalidArgumentError(f"from_block is {from_block}, expected 0..{whole} (whole blocks of the prompt)")
         self._end_overdue()
+        prompt = prompt[: whole * namespace.layout.block_tokens]
+        is_plain = rank is None and not namespace.layout.groups
+        if whole and not from_block and is_plain and self._is_spent(space, root_key, prompt):
+            return RefusedStage(namespace.layout, from_block=0, refused_blocks=whole)
         stage = StoreStage(
             self._index,
             space,
             root_key=root_key,
-            prompt=prompt[: whole * namespace.layout.block_tokens],
+            prompt=prompt,
             requested_from=from_block,
             points=points,
             mover=self._room.sparse,
@@ -257,6 +290,10 @@ class Store:
                 rejected_blocks=dict(+counted.rejected_blocks),
                 evicted_blocks=dict(+counted.evicted_blocks),
                 corrupt_blocks=counted.corrupt_blocks,
+                prefetches=dict(+counted.prefetches),
+                prefetched_blocks=counted.prefetched_blocks,
+                written_bytes=counted.written_bytes,
+                moves=self._movers.depth,
                 disk_faults={} if self._disk is None else self._disk.faults,
                 leases=len(self._leases),
                 stages=len(self._stages),
@@ -327,6 +364,8 @@ class Store:
         if not self._open:
             return
         self._open = False
+        self._prefetcher.cancel_all()
+        self._movers.close()
         for lease in list(self._leases):
             lease.release()
         for stage in list(self._stages):
@@ -364,6 +403,20 @@ class Store:
         prompt = as_token_array(tokens)
         space = self._index.space(namespace)
         return space, space.root_key(root), prompt
+
+    def _is_spent(self, space: Space, root_key: bytes, prompt: TokenArray) -> bool:
+        """Whether the budget has nothing for a prompt that continues nothing; counts it, if so.
+
+        Decided before anything is done for the prompt: a workload without reuse asks again and again.
+        """
+        with self._index.lock:
+            request = StoreRequest(prompt.size // space.layout.block_tokens, space.layout.block_bytes, present=0)
+            if admit_host(request, space.budget.left(self._clock.monotonic())):
+                return False
+            if space.tree.match(root_key, prompt[: space.layout.block_tokens]).size:
+                return False
+            self._index.accounting.rejected_blocks["budget"] += request.count
+        return True
 
     def _begin_stage(self, stage: StoreStage, space: Space) -> None:
         present, path = self._open_stage(stage, space)
@@ -450,6 +503,14 @@ class Store:
         with self._index.lock:
             self._stages.discard(stage)
         self._shared.forget(stage)
+        if stage.space.disk is None or self._settings.disk_admission != DiskAdmission.WRITE_THROUGH or not self._open:
+            return
+        found = stage.space.find(stage.root_key, stage.prompt)
+        job = WriteThrough(self._index, self._room, stage.space, found)
+        if not self._movers.offer(job):
+            # What is not written now is when it leaves host memory.
+            with self._index.lock:
+                self._index.accounting.rejected_blocks["write_queue"] += job.blocks
 
 
 def open_store(

@@ -177,6 +177,23 @@ void BindTree(nb::module_& module) {
            "tier"_a)
       .def("victim_value", &RadixTree::VictimValue, "tier"_a, "tick"_a)
       .def("value_of", &RadixTree::ValueOf, "block_id"_a, "tick"_a)
+      .def("values",
+           [](RadixTree& tree, const InputArray& ids, uint64_t tick) {
+             return ToNumpy<double>(tree.Values(View(ids), tick), {ids.size()});
+           },
+           "ids"_a.noconvert(), "tick"_a)
+      .def("uses",
+           [](const RadixTree& tree, const InputArray& ids) {
+             return ToNumpy<uint16_t>(tree.Uses(View(ids)), {ids.size()});
+           },
+           "ids"_a.noconvert())
+      .def("carries",
+           [](RadixTree& tree, const InputArray& ids, int64_t tier) {
+             return ToNumpy<bool>(tree.Carries(View(ids), tier), {ids.size()});
+           },
+           "ids"_a.noconvert(), "tier"_a)
+      .def("parents", [](const RadixTree& tree, const InputArray& ids) { return IdsToNumpy(tree.Parents(View(ids))); },
+           "ids"_a.noconvert())
       .def("take_victims",
            [](RadixTree& tree, int64_t tier, int64_t limit, double worth) {
              return IdsToNumpy(tree.TakeVictims(tier, limit, worth));
@@ -263,6 +280,7 @@ NB_MODULE(_native, module) {
   module.attr("SLICE_BLOCKS") = kvstore::Limits().slice_blocks;
   module.attr("POLICIES") = kvstore::PolicyNames();
   module.attr("TICK_MAX") = kvstore::kTickMax;
+  module.attr("NO_BLOCK") = kvstore::kNone;
   module.attr("EDGE_BLOCKS") = kvstore::Limits().edge_blocks;
   nb::class_<Removed>(module, "Removed")
       .def_ro("blocks", &Removed::blocks)

@@ -186,13 +186,60 @@ std::optional<double> RadixTree::VictimValue(int64_t tier, uint64_t tick) {
   return NextVictimValue(node_id, index);
 }
 
-double RadixTree::ValueOf(uint32_t id, uint64_t tick) {
+double RadixTree::ValueOf(uint32_t id, uint64_t tick) { return Values(IdSpan{&id, 1}, tick).front(); }
+
+std::vector<double> RadixTree::Values(IdSpan ids, uint64_t tick) {
   CheckTick(tick);
-  CheckIds(IdSpan{&id, 1});
+  CheckIds(ids);
   last_tick_ = std::max(last_tick_, tick);
-  const Block& block = blocks_[id];
-  if (block.state != BlockState::kAttached || IsCondemned(block.node)) return 0;
-  return policy_->ValueOf(nodes_[block.node].runs.At(block.depth), last_tick_);
+  std::vector<double> values(ids.size);
+  for (size_t i = 0; i < ids.size; ++i) {
+    const Block& block = blocks_[ids[i]];
+    if (block.state != BlockState::kAttached || IsCondemned(block.node)) continue;
+    values[i] = policy_->ValueOf(nodes_[block.node].runs.At(block.depth), last_tick_);
+  }
+  return values;
+}
+
+std::vector<uint16_t> RadixTree::Uses(IdSpan ids) const {
+  CheckIds(ids);
+  std::vector<uint16_t> uses(ids.size);
+  for (size_t i = 0; i < ids.size; ++i) {
+    const Block& block = blocks_[ids[i]];
+    if (block.state != BlockState::kAttached || IsCondemned(block.node)) continue;
+    uses[i] = nodes_[block.node].runs.At(block.depth).accesses;
+  }
+  return uses;
+}
+
+std::vector<uint8_t> RadixTree::Carries(IdSpan ids, int64_t tier) {
+  const int index = CheckTier(tier);
+  CheckIds(ids);
+  std::vector<uint8_t> carries(ids.size);
+  for (size_t i = 0; i < ids.size; ++i) {
+    const Block& block = blocks_[ids[i]];
+    if (block.state != BlockState::kAttached || IsCondemned(block.node)) continue;
+    Node& node = nodes_[block.node];
+    carries[i] = node.below[index] > 0 ||
+                 (node.resident[index] > 0 && blocks_[LastResident(&node, index)].depth > block.depth);
+  }
+  return carries;
+}
+
+Ids RadixTree::Parents(IdSpan ids) const {
+  CheckIds(ids);
+  Ids parents(ids.size, kNone);
+  for (size_t i = 0; i < ids.size; ++i) {
+    const Block& block = blocks_[ids[i]];
+    if (block.state != BlockState::kAttached || IsCondemned(block.node)) continue;
+    const Node& node = nodes_[block.node];
+    if (block.depth > node.depth) {
+      parents[i] = node.ids[block.depth - node.depth - 1];
+    } else if (const Node& above = nodes_[node.parent]; !above.ids.empty()) {
+      parents[i] = above.ids.back();
+    }
+  }
+  return parents;
 }
 
 Ids RadixTree::TakeVictims(int64_t tier, int64_t limit, double worth) {

@@ -140,6 +140,12 @@ class RadixTree {
   // What the block that leaves the tier first is worth at `tick`; see EvictionPolicy::ValueOf.
   std::optional<double> VictimValue(int64_t tier, uint64_t tick);
   double ValueOf(uint32_t id, uint64_t tick);  // of a block in the tree
+  // What each block is worth, how often it was used as far as the policy counts (0 where it does not, or the block was
+  // removed), and whether a block below it is in the tier and stays there.
+  std::vector<double> Values(IdSpan ids, uint64_t tick);
+  std::vector<uint16_t> Uses(IdSpan ids) const;
+  std::vector<uint8_t> Carries(IdSpan ids, int64_t tier);
+  Ids Parents(IdSpan ids) const;  // kNone where there is none, or the block was removed
   // Up to `limit` victims; none that is worth more than `worth`, but for a hundredth.
   Ids TakeVictims(int64_t tier, int64_t limit, double worth);
   Slice TakeRange(int64_t tier, int64_t first_slot, int64_t slot_count, int64_t first_id = 0);

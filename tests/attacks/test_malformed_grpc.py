@@ -247,6 +247,27 @@ def test_a_hint_that_says_nothing_or_what_cannot_be_is_refused(attacker: Attacke
         refused(lambda request=request: attacker.cache.Hint(request), INVALID, "seconds is")
 
 
+def test_a_prefetch_that_waits_for_what_cannot_be_is_refused(attacker: Attacker):
+    named = {"session_id": attacker.session_id, "prompt": attacker.prompt}
+    refused(lambda: attacker.cache.Prefetch(pb.PrefetchRequest(**named)), INVALID, "prefetch id 0")
+    for seconds, nanos in ((-1, 0), (0, -1), (11, 0), (2**63 - 1, 2**31 - 1), (-(2**63), 0)):
+        request = pb.PrefetchRequest(**named, prefetch_id=1)
+        request.wait.seconds, request.wait.nanos = seconds, nanos
+        refused(lambda request=request: attacker.cache.Prefetch(request), INVALID, "wait is")
+    nobody = pb.CancelPrefetchRequest(session_id=attacker.session_id, prefetch_id=2**64 - 1)
+    attacker.cache.CancelPrefetch(nobody)
+    found = attacker.cache.Prefetch(pb.PrefetchRequest(**named, prefetch_id=1))
+    assert (BLOCKS, True) == (found.host_blocks, found.done)
+
+
+def test_a_lease_of_what_is_no_tier_is_refused(attacker: Attacker):
+    request = pb.LeaseRequest(session_id=attacker.session_id, prompt=attacker.prompt, blocks=1, lease_id=99)
+    for tier in (0, 5, -1, 2**31 - 1):
+        del request.tiers[:]
+        request.tiers.append(tier)
+        refused(lambda: attacker.cache.Lease(request), INVALID, "tiers are")
+
+
 @pytest.mark.parametrize("lease_id", [0, 1])
 def test_an_id_that_is_none_or_in_use_is_refused(attacker: Attacker, lease_id: int):
     request = pb.LeaseRequest(session_id=attacker.session_id, prompt=attacker.prompt, lease_id=lease_id)

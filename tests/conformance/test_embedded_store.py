@@ -6,6 +6,7 @@ import pytest
 
 import kvstore
 from kvstore.testing.conformance import KvStoreConformance
+from kvstore.testing.conformance_prefetch import PrefetchConformance
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from kvstore.testing.conformance import OpenStore
 
 
-class TestEmbeddedStore(KvStoreConformance):
+class TestEmbeddedStore(PrefetchConformance, KvStoreConformance):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         def open_embedded(host_bytes: int, disk_bytes: int = 0) -> kvstore.KvStore:

@@ -7,6 +7,7 @@ import pytest
 
 import kvstore
 from kvstore.testing.conformance import SECRETS, KvStoreConformance
+from kvstore.testing.conformance_prefetch import PrefetchConformance
 from kvstore.testing.serving import served
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ LISTEN = {
 
 
 @pytest.mark.parametrize("carrier", LISTEN)
-class TestServedStore(KvStoreConformance):
+class TestServedStore(PrefetchConformance, KvStoreConformance):
     @pytest.fixture
     def open_store(self, tmp_path: Path, carrier: str) -> Iterator[OpenStore]:
         with ExitStack() as stack:

@@ -65,11 +65,11 @@ class WatchedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def lease(self, match: kvstore.PrefixMatch) -> kvstore.Lease:
+    def lease(self, match: kvstore.PrefixMatch, **named: Any) -> kvstore.Lease:
         if self.holding:
             self.entered.set()
             self.go.wait()
-        lease = self._store.lease(match)
+        lease = self._store.lease(match, **named)
         return _told(lease, "release", self.released)
 
     def stage(self, *arguments: Any, **named: Any) -> kvstore.Stage:

@@ -112,7 +112,7 @@ def test_a_killed_sidecar_breaks_no_generate_and_its_disk_serves_after_a_restart
         newcomer = attach(address)
         assert torch.equal(expected, answer(newcomer, prompt_of(100)))
         with kvstore.connect(address) as store:
-            assert store.stats().loaded_tokens["disk"] == 96
+            assert store.stats().hit_tokens["disk"] == 96
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

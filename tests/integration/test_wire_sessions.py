@@ -378,8 +378,8 @@ class _Copying:
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    def lease(self, match: kvstore.PrefixMatch) -> Any:
-        return _Copying(self._inner.lease(match))
+    def lease(self, match: kvstore.PrefixMatch, **named: Any) -> Any:
+        return _Copying(self._inner.lease(match, **named))
 
     def stage(self, *arguments: Any, **named: Any) -> Any:
         return _Copying(self._inner.stage(*arguments, **named))

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.radix.tree import EDGE_BLOCKS, NO_SLOT, POLICIES, SLICE_BLOCKS, RadixTree, Removed
+from kvstore.radix.tree import EDGE_BLOCKS, NO_BLOCK, NO_SLOT, POLICIES, SLICE_BLOCKS, RadixTree, Removed
 from kvstore.testing.model import TIERS, ModelRemoved, ModelTree
 
 NS_KEY = b"model namespace!"
@@ -331,6 +331,9 @@ class RadixComparison(RuleBasedStateMachine):
         keys = self.tree.keys(native)
         tokens = self.tree.tokens(native)
         slots = {tier: self.tree.slots(native, tier) for tier in TIERS}
+        values = self.tree.values(native, 0).tolist()
+        assert values == [self.tree.value_of(int(block), 0) for block in native]
+        self.compare_relations(live, native)
         for row, block_id in enumerate(live):
             block = self.model.blocks[block_id]
             assert self.model.keys(block_id) == (keys[row, 0].tobytes(), keys[row, 1].tobytes())
@@ -340,6 +343,26 @@ class RadixComparison(RuleBasedStateMachine):
                 assert (block.tick if block.attached else 0) == self.tree.value_of(int(native[row]), 0)
             for tier in TIERS:
                 assert block.slots.get(tier, NO_SLOT) == slots[tier][row]
+
+    def compare_relations(self, live: list[int], native: np.ndarray) -> None:
+        if self.tree.condemned:
+            return
+        parents = self.tree.parents(native)
+        carries = {tier: self.tree.carries(native, tier) for tier in TIERS}
+        for row, block_id in enumerate(live):
+            root, path = self.model.blocks[block_id].path
+            attached = self.model.blocks[block_id].attached
+            above = [
+                i for i in live if self.model.blocks[i].attached and (root, path[:-1]) == self.model.blocks[i].path
+            ]
+            expected = int(self.native(above)[0]) if attached and above else NO_BLOCK
+            assert expected == parents[row]
+            below = [block for block in self.model.blocks.values() if block.attached and block.path[0] == root]
+            for tier in TIERS:
+                is_below = (
+                    len(b.path[1]) > len(path) and b.path[1][: len(path)] == path and b.resident(tier) for b in below
+                )
+                assert (attached and any(is_below)) == carries[tier][row]
 
     @invariant()
     def no_slot_is_lost_or_shared(self) -> None:

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.radix.tree import RadixTree
 from kvstore.store import Quota, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
-from kvstore.types import KvLayout, Namespace, Root
+from kvstore.types import KvLayout, Namespace, Root, Tier
 
 if TYPE_CHECKING:
     import kvstore
@@ -46,6 +46,7 @@ class StoreMachine(RuleBasedStateMachine):
     disk_bytes = 64 * MIB
     stretch = 1  # how often a prompt is repeated to make it longer
     quotas: tuple[Quota, ...] = ()
+    admission = "worth"
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.path,
             host_bytes=self.host_bytes,
             disk_bytes=self.disk_bytes,
-            settings=StoreSettings(quotas=self.quotas),
+            settings=StoreSettings(quotas=self.quotas, disk_admission=self.admission),
         )
         self.leases: list[tuple[kvstore.Lease, Place, list[int]]] = []
         self.pins: list[tuple[int, Place, Prefix]] = []
@@ -123,6 +124,15 @@ class StoreMachine(RuleBasedStateMachine):
         namespace, root = place
         self.check_found(self.store.match(namespace, prompt, root=root).blocks, place, prompt)
         self.check_found(verified_blocks(self.store, namespace, prompt, root=root), place, prompt)
+
+    @rule(place=places, tokens=prompts)
+    def prefetch(self, place: Place, tokens: list[int]) -> None:
+        prompt = self.prompt(tokens)
+        prefetch = self.store.prefetch(place[0], prompt, root=place[1], wait_seconds=None)
+        assert prefetch.done
+        self.check_found(prefetch.host_blocks, place, prompt)
+        with self.store.lease(self.store.match(place[0], prompt, root=place[1]), tiers={Tier.HOST}) as lease:
+            assert prefetch.host_blocks == lease.blocks
 
     @rule(place=places, tokens=prompts)
     def lease(self, place: Place, tokens: list[int]) -> None:
@@ -278,7 +288,15 @@ class SlicedStoreMachine(StoreMachine):
 
 
 class TightSlicedStoreMachine(SlicedStoreMachine, TightStoreMachine):
-    """Both at once."""
+    """Both at once, and the disk takes only what was used twice."""
+
+    admission = "reuse"
+
+
+class WriteThroughStoreMachine(StoreMachine):
+    """A store that writes in the background what it takes."""
+
+    admission = "write_through"
 
 
 COMMON = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -290,3 +308,5 @@ TestSlicedStore = SlicedStoreMachine.TestCase
 TestSlicedStore.settings = settings(COMMON, max_examples=10)
 TestTightSlicedStore = TightSlicedStoreMachine.TestCase
 TestTightSlicedStore.settings = settings(COMMON, max_examples=10)
+TestWriteThroughStore = WriteThroughStoreMachine.TestCase
+TestWriteThroughStore.settings = settings(COMMON, max_examples=3)

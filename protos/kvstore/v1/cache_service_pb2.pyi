@@ -101,17 +101,51 @@ class HintResponse(_message.Message):
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
+class PrefetchRequest(_message.Message):
+    __slots__ = ("session_id", "prompt", "prefetch_id", "wait")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_ID_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    prompt: _block_pb2.Prompt
+    prefetch_id: int
+    wait: _duration_pb2.Duration
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., prefetch_id: _Optional[int] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ("host_blocks", "done")
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    host_blocks: int
+    done: bool
+    def __init__(self, host_blocks: _Optional[int] = ..., done: bool = ...) -> None: ...
+
+class CancelPrefetchRequest(_message.Message):
+    __slots__ = ("session_id", "prefetch_id")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    prefetch_id: int
+    def __init__(self, session_id: _Optional[bytes] = ..., prefetch_id: _Optional[int] = ...) -> None: ...
+
+class CancelPrefetchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LeaseRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "blocks", "lease_id")
+    __slots__ = ("session_id", "prompt", "blocks", "lease_id", "tiers")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     prompt: _block_pb2.Prompt
     blocks: int
     lease_id: int
-    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., blocks: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
+    tiers: _containers.RepeatedScalarFieldContainer[_block_pb2.Tier]
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., blocks: _Optional[int] = ..., lease_id: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_block_pb2.Tier, str]]] = ...) -> None: ...
 
 class LeaseResponse(_message.Message):
     __slots__ = ("blocks",)

@@ -61,6 +61,16 @@ class CacheServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_cache__service__pb2.HintRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_cache__service__pb2.HintResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/kvstore.v1.CacheService/Prefetch',
+                request_serializer=kvstore_dot_v1_dot_cache__service__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__service__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
+        self.CancelPrefetch = channel.unary_unary(
+                '/kvstore.v1.CacheService/CancelPrefetch',
+                request_serializer=kvstore_dot_v1_dot_cache__service__pb2.CancelPrefetchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_cache__service__pb2.CancelPrefetchResponse.FromString,
+                _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/kvstore.v1.CacheService/Lease',
                 request_serializer=kvstore_dot_v1_dot_cache__service__pb2.LeaseRequest.SerializeToString,
@@ -148,6 +158,21 @@ class CacheServiceServicer(object):
 
     def Hint(self, request, context):
         """Tells when a prompt will be used again. It protects nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Brings what is stored of a prompt from disk up into host memory, while its request waits. It protects nothing.
+        Called again with the same id it goes on waiting. RESOURCE_EXHAUSTED if too many wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelPrefetch(self, request, context):
+        """Ends a prefetch, also one that is still being opened; OK if it has ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -247,6 +272,16 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Hint,
                     request_deserializer=kvstore_dot_v1_dot_cache__service__pb2.HintRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_cache__service__pb2.HintResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvstore_dot_v1_dot_cache__service__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__service__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'CancelPrefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelPrefetch,
+                    request_deserializer=kvstore_dot_v1_dot_cache__service__pb2.CancelPrefetchRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_cache__service__pb2.CancelPrefetchResponse.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
@@ -414,6 +449,60 @@ class CacheService(object):
             '/kvstore.v1.CacheService/Hint',
             kvstore_dot_v1_dot_cache__service__pb2.HintRequest.SerializeToString,
             kvstore_dot_v1_dot_cache__service__pb2.HintResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.CacheService/Prefetch',
+            kvstore_dot_v1_dot_cache__service__pb2.PrefetchRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__service__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelPrefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.CacheService/CancelPrefetch',
+            kvstore_dot_v1_dot_cache__service__pb2.CancelPrefetchRequest.SerializeToString,
+            kvstore_dot_v1_dot_cache__service__pb2.CancelPrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

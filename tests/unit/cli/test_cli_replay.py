@@ -85,6 +85,7 @@ def test_files_are_written(trace, tmp_path, capsys):
         (["--capacity", "4,,5"], "parted by commas"),
         (["--disk", "0"], "less than one block"),
         (["--policies", "best"], "no policy is called 'best'"),
+        (["--admission", "best"], "no rule of admission is called 'best'"),
         (["--warm", "1"], "warm-up"),
         (["--expand", "512"], "--expand '512'"),
         (["--expand", "512:0"], "--expand '512:0'"),

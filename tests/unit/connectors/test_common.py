@@ -5,11 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 
+import numpy as np
 import pytest
 
-from kvstore.connectors.common import BackgroundStores, CircuitBreaker, ConnectorCounters, Failure, GuardedCalls
+from kvstore.connectors.common import (
+    BackgroundStores,
+    CircuitBreaker,
+    ConnectorCounters,
+    Failure,
+    GuardedCalls,
+    prefetched,
+)
 from kvstore.errors import NoSpaceError, StorageError, UnavailableError
+from kvstore.store import StoreSettings, open_store
+from kvstore.testing.blocks import store_prompt
 from kvstore.testing.manual_clock import ManualClock
+from kvstore.types import PLAIN_ROOT, KvLayout, Namespace, PrefixMatch, Tier, TierRun
 
 
 @pytest.fixture
@@ -180,3 +191,31 @@ def test_failures_are_logged_once_for_each_kind(caplog):
             counters.count_failure(error)
     assert [record.args[0] for record in caplog.records] == ["NoSpaceError", "StorageError"]
     assert counters.snapshot(0).failures == {"NoSpaceError": 2, "StorageError": 1}
+
+
+def test_what_lies_on_disk_alone_is_in_host_memory_before_it_is_loaded_as_far_as_that_goes(tmp_path, clock):
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=8192, dtype="int8", block_tokens=4)  # 64 KiB a block
+    namespace = Namespace(model="m", revision="r", layout=layout)
+    prompts = [list(range(start, start + 32)) for start in range(0, 40_000, 1000)]
+    settings = StoreSettings(eviction_policy="lru", prefetch_ratio=1.0)
+    with open_store(tmp_path, host_bytes=8 << 20, disk_bytes=64 << 20, settings=settings, clock=clock) as store:
+        for prompt in prompts:
+            store_prompt(store, namespace, prompt)
+        matches = [store.match(namespace, prompt) for prompt in (*prompts[:2], prompts[-1], [1])]
+        assert [0, 0, 8, 0] == [match.host_blocks for match in matches]
+        with prefetched(store, matches, 30.0, clock):
+            assert [8, 8, 8, 0] == [store.match(m.namespace, m.prompt).host_blocks for m in matches]
+        assert {"done": 2} == store.stats().prefetches
+
+
+def test_where_prefetches_are_refused_the_load_goes_on(clock):
+    class Full:
+        def prefetch(self, *_arguments, **_named):
+            raise NoSpaceError("3 prefetches")
+
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=1, dtype="int8", block_tokens=4)
+    match = PrefixMatch(
+        Namespace(model="m", revision="r", layout=layout), PLAIN_ROOT, np.arange(4), 1, (TierRun(Tier.DISK, 1),)
+    )
+    with prefetched(Full(), [match], 30.0, clock):
+        pass

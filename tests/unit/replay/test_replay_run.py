@@ -49,6 +49,23 @@ def test_rates_by_tier_add_up_and_moves_are_told_in_bytes():
     assert ("50%", 2, 200) == (row.disk, row.disk_blocks, row.disk_bytes)
 
 
+def test_each_rule_of_admission_writes_what_it_takes():
+    # The first prompt is used twice before it leaves host memory, the others once.
+    made = replay(trace_of([1, 2], [1, 2], [3, 4], [5, 6], [7, 8], [1, 2]), warm_ratio=0.0)
+    rows = {
+        rule: made.run("survival", Capacity("2", 2), Capacity("20", 20), admission=rule)
+        for rule in ("demotion", "worth", "reuse", "write_through")
+    }
+
+    written = {rule: row.demoted_bytes // 100 for rule, row in rows.items()}
+    assert {"demotion": 6, "worth": 6, "reuse": 2, "write_through": 8} == dict(written.items())
+    assert list(rows) == [row.admission for row in rows.values()]
+    for row in rows.values():
+        assert (2, 2) == (row.host_hit_blocks, row.disk_hit_blocks)
+        assert (8, 8) == (row.host_hit_tokens, row.disk_hit_tokens)
+        assert row.demoted_bytes / 16 == row.demoted_bytes_per_hit_token
+
+
 def test_moves_of_the_warm_up_do_not_count():
     row = replay(trace_of([1, 2], [3, 4], [3, 4], [3, 4])).run("lru", Capacity("2", 2), Capacity("2", 2))
 

@@ -115,6 +115,15 @@ def test_results_cross_unchanged():
         assert pin == convert.pin_from_proto(convert.pin_to_proto(pin))
 
 
+def test_tiers_cross_unchanged_and_what_is_no_tier_is_refused():
+    for tiers in ({Tier.HOST}, {Tier.HOST, Tier.DISK}, set(Tier)):
+        assert tiers == convert.tiers_from_proto(convert.tiers_to_proto(tiers))
+    assert convert.tiers_from_proto([]) is None
+    for number in (0, 5, -1):
+        with pytest.raises(InvalidArgumentError, match="tiers are"):
+            convert.tiers_from_proto([2, number])
+
+
 @given(st.dictionaries(st.text(max_size=8), st.builds(TierStats, counts, counts, counts), max_size=3), by_name, counts)
 def test_statistics_cross_unchanged(tiers: dict[str, TierStats], named: dict[str, int], count: int):
     numbers = {item.name: count for item in dataclasses.fields(StoreStats) if item.type == "int"}
@@ -125,6 +134,7 @@ def test_statistics_cross_unchanged(tiers: dict[str, TierStats], named: dict[str
         rejected_blocks=named,
         evicted_blocks={"x": 1},
         disk_faults={"y": 2},
+        prefetches=named,
         what_if=(WhatIf("host", 0.25, count, 0.5), WhatIf("disk", 4.0, 3, 1.0)),
         **numbers,
     )

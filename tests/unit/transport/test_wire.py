@@ -55,6 +55,21 @@ MADE = {
         call_id=8, code=Method.Match, flags=wire.FLAG_DELTA, deadline_ms=5000,
     ),
     "matched": wire.encode_frame(Kind.RESPONSE, encode_matched(matched(1, TierRun(Tier.HOST, 1))), call_id=7),
+    "prefetch": wire.encode_frame(
+        Kind.REQUEST,
+        pb.PrefetchRequest(
+            session_id=SESSION_ID, prompt=block_pb2.Prompt(ns_id=NS_ID, tokens=TOKENS), prefetch_id=5
+        ).SerializeToString(deterministic=True),
+        call_id=10, code=Method.Prefetch, deadline_ms=5000,
+    ),
+    "prefetched": wire.encode_frame(
+        Kind.RESPONSE, pb.PrefetchResponse(host_blocks=1, done=True).SerializeToString(), call_id=10
+    ),
+    "cancel prefetch": wire.encode_frame(
+        Kind.REQUEST,
+        pb.CancelPrefetchRequest(session_id=SESSION_ID, prefetch_id=5).SerializeToString(),
+        call_id=11, code=Method.CancelPrefetch, deadline_ms=5000,
+    ),
     "resend": wire.encode_frame(Kind.RESEND, b"", call_id=8),
     "error": wire.encode_error(NoSpaceError("1024 sessions are open"), 9),
     "data": wire.encode_header(Kind.DATA, 4, call_id=1) + b"rows",
@@ -215,9 +230,9 @@ def test_an_answer_made_by_hand_is_what_protobuf_reads(blocks: int, runs: list[T
 def test_every_method_has_its_messages_and_the_number_it_had():
     names = (
         "Session OpenNamespace Match Lease Release Load Stage Write Commit Abort GetStats ReadEvents Pin Unpin Evict "
-        "Clear Flush Verify Check Hint Scrub"
+        "Clear Flush Verify Check Hint Scrub Prefetch CancelPrefetch"
     )
     assert names.split() == [method.name for method in Method]
-    assert list(range(1, 22)) == [method.value for method in Method]
+    assert list(range(1, 24)) == [method.value for method in Method]
     assert set(Method) == set(wire.REQUEST_TYPES)
     assert [1, 2, 3, 4, 5] == [Kind[name] for name in ("REQUEST", "RESPONSE", "ERROR", "RESEND", "DATA")]

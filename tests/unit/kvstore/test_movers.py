@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvstore.store.movers import Movers
+
+if TYPE_CHECKING:
+    import pytest
+
+
+class Job:
+    """Waits to be let go; tells what became of it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.outcome = threading.Event()
+        self.fate = ""
+        self._error = error
+
+    def run(self) -> None:
+        self.begun.set()
+        self.go_on.wait()
+        self.end("run")
+        if self._error is not None:
+            raise self._error
+
+    def drop(self) -> None:
+        self.end("dropped")
+
+    def end(self, fate: str) -> None:
+        assert not self.fate
+        self.fate = fate
+        self.outcome.set()
+
+
+def new_movers(**named: object) -> Movers:
+    return Movers(**{"threads": 1, "jobs_max": 3, "on_failure": lambda: None, **named})  # type: ignore[arg-type]
+
+
+def test_a_full_queue_refuses_at_once_and_takes_jobs_again_when_one_has_ended():
+    movers = new_movers()
+    jobs = [Job() for _ in range(3)]
+    assert [True] * 3 == [movers.offer(job) for job in jobs]
+    assert not movers.offer(Job())
+    assert 3 == movers.depth
+    assert jobs[0].begun.wait(10)
+    jobs[0].go_on.set()
+    assert jobs[1].begun.wait(10)  # so the first one has been counted off
+    jobs.append(Job())
+    assert movers.offer(jobs[3])
+    for job in jobs:
+        job.go_on.set()
+    assert all(job.outcome.wait(10) for job in jobs)
+    movers.close()
+    assert ["run"] * 4 == [job.fate for job in jobs]
+
+
+def test_a_job_can_be_taken_back_until_it_runs():
+    movers = new_movers()
+    running, waiting = Job(), Job()
+    movers.offer(running)
+    movers.offer(waiting)
+    assert running.begun.wait(10)
+    assert not movers.withdraw(running)
+    assert movers.withdraw(waiting)
+    assert not movers.withdraw(waiting)
+    assert 1 == movers.depth
+    running.go_on.set()
+    movers.close()
+    assert ["run", ""] == [running.fate, waiting.fate]
+
+
+def test_close_drops_what_waits_and_returns_when_what_runs_has_ended():
+    movers = new_movers()
+    running, waiting = Job(), Job()
+    movers.offer(running)
+    movers.offer(waiting)
+    assert running.begun.wait(10)
+    closing = threading.Thread(target=movers.close)
+    closing.start()
+    assert waiting.outcome.wait(10)
+    assert closing.is_alive()
+    running.go_on.set()
+    closing.join(10)
+    assert ["run", "dropped"] == [running.fate, waiting.fate]
+    assert not movers.offer(Job())
+    movers.close()
+
+
+def test_without_a_job_there_is_no_thread():
+    before = threading.active_count()
+    movers = new_movers(threads=4)
+    assert before == threading.active_count()
+    movers.close()
+
+
+def test_a_job_that_raises_is_counted_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture):
+    failures: list[int] = []
+    movers = new_movers(on_failure=lambda: failures.append(1))
+    jobs = [Job(ValueError("planted")), Job()]
+    for job in jobs:
+        job.go_on.set()
+        assert movers.offer(job)
+    assert all(job.outcome.wait(10) for job in jobs)
+    movers.close()
+    assert [1] == failures
+    assert "moving blocks failed" in caplog.text
