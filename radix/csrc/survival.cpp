@@ -25,7 +25,6 @@ constexpr double kPromptDamping = 0.4;
 constexpr double kPriorUses = 0.7;
 constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
-constexpr unsigned kRefreshRequests = 4;  // a table is brought up to date with every so many requests
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
 constexpr uint32_t kSavedVersion = 1;  // of the tables; on disk: never renumber
 
@@ -348,11 +347,10 @@ SurvivalPolicy::Queue& SurvivalPolicy::Open(uint16_t queue) {
   return *opened;
 }
 
-// The tables move slowly, so requests pay for one queue now and then and not for all.
+// The tables move slowly, so a request pays for one queue and not for all.
 void SurvivalPolicy::RefreshNext(uint64_t now) {
   if (now == refreshed_tick_) return;
   refreshed_tick_ = now;
-  if (++requests_ % kRefreshRequests != 0) return;
   next_refresh_ = (next_refresh_ + 1) % opened_.size();
   Refresh(opened_[next_refresh_], now);
 }

@@ -157,7 +157,6 @@ class SurvivalPolicy : public EvictionPolicy {
   std::vector<std::unique_ptr<Queue>> queues_;
   std::vector<uint16_t> opened_;
   size_t next_refresh_ = 0;
-  uint32_t requests_ = 0;
   uint64_t refreshed_tick_ = 0;
   Totals all_;
   std::array<Totals, kGroups> groups_{};
