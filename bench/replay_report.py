@@ -70,8 +70,8 @@ def hints(result: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
     delays = [row["told_after_seconds"] for row in next(iter(by_capacity.values()))]
     heads = ["nothing told" if delay is None else f"told after {delay:g} s" for delay in delays]
     lines = [
-        f"Measured on {result['machine']['time'][:10]} at commit {result['machine']['commit']}; percent of blocks found",
-        "where the end of every other conversation is told by `end_session`, and the share of the way from LRU to MIN:",
+        f"Measured on {result['machine']['time'][:10]} at commit {result['machine']['commit']}; percent of blocks",
+        "found where the end of every other conversation is told by `end_session`, and the share of the way from LRU to MIN:",
         "",
         f"| trace | capacity | {' | '.join(heads)} |",
         "|---" * (len(heads) + 2) + "|",
