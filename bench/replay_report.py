@@ -71,7 +71,7 @@ def hints(result: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
     heads = ["nothing told" if delay is None else f"told after {delay:g} s" for delay in delays]
     lines = [
         f"Measured on {result['machine']['time'][:10]} at commit {result['machine']['commit']}; percent of blocks",
-        "found where the end of every other conversation is told by `end_session`, and the share of the way from LRU to MIN:",
+        "found where `end_session` tells every other end of a conversation, and the share of the way from LRU to MIN:",
         "",
         f"| trace | capacity | {' | '.join(heads)} |",
         "|---" * (len(heads) + 2) + "|",
