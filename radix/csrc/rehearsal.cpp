@@ -95,12 +95,14 @@ void Rehearsal::Look(const Prefixes& prefix, const Access& access, uint32_t foun
   looked_up_ += access.prompt_blocks;
   found_ += found_blocks;
   size_t found = prefix.size();
-  const std::vector<uint32_t> path = FindPath(prefix, &found);
+  std::vector<uint32_t> path = FindPath(prefix, &found);
   for (Contest& contest : contests_) contest.Decide();
   CountHits(path, 0);
   for (uint32_t at : path) {
     if (units_[at].history.tick != access.tick) SetHistory(at, policy_->Again(units_[at].history, access));
   }
+  // Nothing of it will be stored here, but where less was found it would be.
+  if (access.known_blocks == access.prompt_blocks) Keep(prefix, std::move(path), access);
 }
 
 void Rehearsal::Store(const Prefixes& prefix, size_t found, const Access& access) {
@@ -112,6 +114,11 @@ void Rehearsal::Store(const Prefixes& prefix, size_t found, const Access& access
     if (history.tick == access.tick) continue;
     SetHistory(path[place], place < found ? policy_->Onward(history, access) : policy_->Again(history, access));
   }
+  Keep(prefix, std::move(path), access);
+}
+
+// Puts the prompt into all miniatures. Of its units those of the path are known.
+void Rehearsal::Keep(const Prefixes& prefix, std::vector<uint32_t> path, const Access& access) {
   uint32_t parent = path.empty() ? kNone : path.back();
   const size_t known = path.size();
   size_t place = 0;
@@ -120,7 +127,7 @@ void Rehearsal::Store(const Prefixes& prefix, size_t found, const Access& access
     parent = NewUnit(fingerprint, parent, policy_->First(access));
     path.push_back(parent);
   }
-  for (size_t at = 0; at < kMiniatures; ++at) Insert(path, at, access.tick);
+  for (size_t miniature = 0; miniature < kMiniatures; ++miniature) Insert(path, miniature, access.tick);
   ForgetIdleUnits(kLooksPerUnit * (path.size() - known));
 }
 

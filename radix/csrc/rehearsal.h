@@ -129,6 +129,7 @@ class Rehearsal {
   static bool IsIn(const Unit& unit, size_t miniature) { return (unit.cached_in >> miniature) & 1; }
   std::vector<uint32_t> FindPath(const Prefixes& prefix, size_t* found) const;
   bool IsSampled(uint64_t fingerprint) const { return ((fingerprint >> 32) & mask_) == 0; }
+  void Keep(const Prefixes& prefix, std::vector<uint32_t> path, const Access& access);
   size_t LeadingIn(const std::vector<uint32_t>& path, size_t miniature) const;
   void SetHistory(uint32_t at, const History& history);
   uint32_t NewUnit(uint64_t fingerprint, uint32_t parent, const History& history);
