@@ -1,6 +1,6 @@
 """The tables of kvstore/replay/README.md, made from result files.
 
-python bench/replay_report.py bench/results/{replay,replay-references,what-if}.json
+python bench/replay_report.py bench/results/{replay,replay-references,what-if,hints}.json
 """
 
 from __future__ import annotations
@@ -57,6 +57,36 @@ def what_if(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def hints(result: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
+    """A line for each capacity: what is found where ends of conversations are told, sooner or later."""
+    limits = {
+        (row["trace"].split(".")[0], row["capacity"]): (row["block_hit_rate"], row["optimal"])
+        for row in replayed["rows"]
+        if row["policy"] == "lru"
+    }
+    by_capacity: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        by_capacity.setdefault((row["trace"], row["capacity_percent"]), []).append(row)
+    delays = [row["told_after_seconds"] for row in next(iter(by_capacity.values()))]
+    heads = ["nothing told" if delay is None else f"told after {delay:g} s" for delay in delays]
+    lines = [
+        f"Measured on {result['machine']['time'][:10]} at commit {result['machine']['commit']}; percent of blocks",
+        "found where `end_session` tells every other end of a conversation, and the share of the way from LRU to MIN:",
+        "",
+        f"| trace | capacity | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 2) + "|",
+    ]
+    for (trace, percent), rows in by_capacity.items():
+        lru, optimal = limits[trace, f"{percent:g}%"]
+        cells = [
+            f"{100 * row['block_hit_rate']:.1f} ({100 * (row['block_hit_rate'] - lru) / (optimal - lru):.0f} %)"
+            for row in rows
+        ]
+        lines.append(f"| {trace} | {percent:g}% | {' | '.join(cells)} |")
+    return lines
+
+
 if __name__ == "__main__":
-    replayed, referred, rehearsed = (json.loads(Path(name).read_text()) for name in sys.argv[1:4])
-    sys.stdout.write("\n".join([*hit_rates(replayed, referred), "", *what_if(rehearsed)]) + "\n")
+    replayed, referred, rehearsed, hinted = (json.loads(Path(name).read_text()) for name in sys.argv[1:5])
+    parts = [hit_rates(replayed, referred), what_if(rehearsed), hints(hinted, replayed)]
+    sys.stdout.write("\n\n".join("\n".join(lines) for lines in parts) + "\n")

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <utility>
 
 namespace kvstore {
 
@@ -11,7 +12,7 @@ namespace {
 constexpr double kHalfLifeRequests = 4000;
 constexpr double kLeadDeviations = 1.5;      // beyond which a lead is no chance
 constexpr size_t kUnitsMax = 1u << 15;        // known at once, but for those in miniatures
-constexpr size_t kUnitsNew = kUnitsMax / 4;   // between two looks at all that are known, for those to forget
+constexpr size_t kLooksPerUnit = 4;           // at known units, for each new one, to forget as many
 constexpr size_t kUnitBytes = 64;             // of a unit in the map
 
 }  // namespace
@@ -49,6 +50,22 @@ uint32_t Miniature::Choose(uint64_t now) const {
   return unit;
 }
 
+// ---- which order is better ----
+
+void Contest::Count(double by_survival, double by_recency) {
+  request_lead_ += by_recency - by_survival;
+  found_ += prefers_recency_ ? by_recency : by_survival;
+}
+
+// Recency takes over when it leads by more than chance explains, until it leads no more.
+void Contest::Decide() {
+  static const double fade = std::exp2(-1 / kHalfLifeRequests);
+  lead_ = lead_ * fade + request_lead_;
+  lead_variance_ = lead_variance_ * fade * fade + request_lead_ * request_lead_;
+  request_lead_ = 0;
+  prefers_recency_ = prefers_recency_ ? lead_ > 0 : lead_ > kLeadDeviations * std::sqrt(lead_variance_);
+}
+
 // ---- all of them ----
 
 Rehearsal::Rehearsal(const SurvivalPolicy* policy, uint32_t unit_blocks) : policy_(policy), unit_blocks_(unit_blocks) {
@@ -78,12 +95,14 @@ void Rehearsal::Look(const Prefixes& prefix, const Access& access, uint32_t foun
   looked_up_ += access.prompt_blocks;
   found_ += found_blocks;
   size_t found = prefix.size();
-  const std::vector<uint32_t> path = FindPath(prefix, &found);
-  Compare();
+  std::vector<uint32_t> path = FindPath(prefix, &found);
+  for (Contest& contest : contests_) contest.Decide();
   CountHits(path, 0);
   for (uint32_t at : path) {
     if (units_[at].history.tick != access.tick) SetHistory(at, policy_->Again(units_[at].history, access));
   }
+  // Nothing of it will be stored here, but where less was found it would be.
+  if (access.known_blocks == access.prompt_blocks) Keep(prefix, std::move(path), access);
 }
 
 void Rehearsal::Store(const Prefixes& prefix, size_t found, const Access& access) {
@@ -95,16 +114,21 @@ void Rehearsal::Store(const Prefixes& prefix, size_t found, const Access& access
     if (history.tick == access.tick) continue;
     SetHistory(path[place], place < found ? policy_->Onward(history, access) : policy_->Again(history, access));
   }
+  Keep(prefix, std::move(path), access);
+}
+
+// Puts the prompt into all miniatures. Of its units those of the path are known.
+void Rehearsal::Keep(const Prefixes& prefix, std::vector<uint32_t> path, const Access& access) {
   uint32_t parent = path.empty() ? kNone : path.back();
+  const size_t known = path.size();
   size_t place = 0;
   for (uint64_t fingerprint : prefix) {
-    if (!IsSampled(fingerprint) || place++ < path.size()) continue;
+    if (!IsSampled(fingerprint) || place++ < known) continue;
     parent = NewUnit(fingerprint, parent, policy_->First(access));
     path.push_back(parent);
-    place = path.size();
   }
-  for (size_t at = 0; at < kMiniatures; ++at) Insert(path, at, access.tick);
-  if (at_.size() > std::max(kUnitsMax, units_kept_ + kUnitsNew)) ForgetOldUnits();
+  for (size_t miniature = 0; miniature < kMiniatures; ++miniature) Insert(path, miniature, access.tick);
+  ForgetIdleUnits(kLooksPerUnit * (path.size() - known));
 }
 
 // The known units of the prefix, in order; none is known below one that is not. `found` counts fingerprints before and
@@ -127,13 +151,11 @@ std::vector<uint32_t> Rehearsal::FindPath(const Prefixes& prefix, size_t* found)
 
 // Counts what each miniature has of the path, of which the first `counted` units were counted before.
 void Rehearsal::CountHits(const std::vector<uint32_t>& path, size_t counted) {
-  std::array<double, kMiniatures> hits{};
-  for (size_t at = 0; at < kMiniatures; ++at) {
-    const size_t leading = LeadingIn(path, at);
-    if (leading > counted) hits[at] = static_cast<double>(leading - counted);
-    miniatures_[at].CountHits(hits[at]);
-  }
-  request_lead_ += hits[2 * kOwnScale + 1] - hits[2 * kOwnScale];
+  const auto hits = [&](size_t miniature) {
+    const size_t leading = LeadingIn(path, miniature);
+    return leading > counted ? static_cast<double>(leading - counted) : 0;
+  };
+  for (size_t scale = 0; scale < kScales; ++scale) contests_[scale].Count(hits(2 * scale), hits(2 * scale + 1));
 }
 
 size_t Rehearsal::LeadingIn(const std::vector<uint32_t>& path, size_t miniature) const {
@@ -150,6 +172,7 @@ void Rehearsal::SetHistory(uint32_t at, const History& history) {
     miniatures_[each].AddCandidate(at, unit.depth, history);
   }
   unit.history = history;
+  unit.was_touched = true;
 }
 
 uint32_t Rehearsal::NewUnit(uint64_t fingerprint, uint32_t parent, const History& history) {
@@ -163,6 +186,7 @@ uint32_t Rehearsal::NewUnit(uint64_t fingerprint, uint32_t parent, const History
   unit.fingerprint = fingerprint;
   unit.history = history;
   unit.parent = parent;
+  unit.is_known = unit.was_touched = true;
   if (parent != kNone) {
     unit.depth = units_[parent].depth + 1;
     ++units_[parent].children;
@@ -207,45 +231,29 @@ void Rehearsal::Evict(size_t miniature, uint64_t now) {
   }
 }
 
-// Recency takes over when it leads by more than chance explains, until it leads no more.
-void Rehearsal::Compare() {
-  const double fade = std::exp2(-1 / kHalfLifeRequests);
-  lead_ = lead_ * fade + request_lead_;
-  lead_variance_ = lead_variance_ * fade * fade + request_lead_ * request_lead_;
-  request_lead_ = 0;
-  prefers_recency_ = prefers_recency_ ? lead_ > 0 : lead_ > kLeadDeviations * std::sqrt(lead_variance_);
-}
-
-// Forgets the older half of what is in no miniature, leaves first.
-void Rehearsal::ForgetOldUnits() {
-  std::vector<uint32_t> idle;
-  for (const auto& [fingerprint, at] : at_) {
-    if (units_[at].cached_in == 0) idle.push_back(at);
-  }
-  std::sort(idle.begin(), idle.end(), [&](uint32_t left, uint32_t right) {
-    const Unit& one = units_[left];
-    const Unit& other = units_[right];
-    return std::tie(one.history.tick, other.depth) < std::tie(other.history.tick, one.depth);
-  });
-  idle.resize(idle.size() / 2);
-  for (uint32_t at : idle) {
-    Unit& unit = units_[at];
-    if (unit.children > 0) continue;
+// Where too many are known, a hand goes round over them, and forgets what is in no miniature, has no known unit below it and
+// was not touched since the hand came by.
+void Rehearsal::ForgetIdleUnits(size_t looks) {
+  for (; looks > 0 && at_.size() > kUnitsMax; --looks) {
+    hand_ = (hand_ + 1) % units_.size();
+    Unit& unit = units_[hand_];
+    if (!unit.is_known || unit.cached_in != 0 || std::exchange(unit.was_touched, false) || unit.children > 0) continue;
     if (unit.parent != kNone) --units_[unit.parent].children;
     at_.erase(unit.fingerprint);
-    free_.push_back(at);
+    unit.is_known = false;
+    free_.push_back(static_cast<uint32_t>(hand_));
   }
-  units_kept_ = at_.size();
 }
 
 // Begins anew with another part of the units.
 void Rehearsal::Restart(uint64_t mask) {
   mask_ = mask;
-  looked_up_ = found_ = request_lead_ = lead_ = lead_variance_ = 0;
+  looked_up_ = found_ = 0;
+  contests_.fill(Contest{});
   at_.clear();
   units_.clear();
   free_.clear();
-  units_kept_ = 0;
+  hand_ = 0;
   for (size_t at = 0; at < kMiniatures; ++at) miniatures_[at] = Miniature(policy_, miniatures_[at].order());
 }
 
@@ -255,11 +263,8 @@ Rehearsed Rehearsal::result() const {
   Rehearsed result{looked_up_, found_, {}};
   if (capacity_blocks_ == 0) return result;
   const double blocks_per_unit = static_cast<double>(mask_ + 1) * unit_blocks_;
-  const auto best_of = [&](size_t scale) {
-    return std::max(miniatures_[2 * scale].hits(), miniatures_[2 * scale + 1].hits()) * blocks_per_unit;
-  };
   for (size_t scale = 0; scale < kScales; ++scale) {
-    const double found = found_ + best_of(scale) - best_of(kOwnScale);
+    const double found = found_ + (contests_[scale].found() - contests_[kOwnScale].found()) * blocks_per_unit;
     const auto blocks = static_cast<uint64_t>(static_cast<double>(capacity_blocks_) * kScale[scale]);
     result.capacities.push_back(RehearsedCapacity{blocks, std::clamp(found, 0.0, looked_up_)});
   }

@@ -30,11 +30,9 @@ class Miniature {
   VictimOrder order() const { return order_; }
   size_t capacity() const { return capacity_; }
   size_t size() const { return size_; }
-  double hits() const { return hits_; }
   size_t bytes() const { return candidates_ * kCandidateBytes; }
 
   void set_capacity(size_t capacity) { capacity_ = capacity; }
-  void CountHits(double units) { hits_ += units; }
   void Grow() { ++size_; }
   void Shrink() { --size_; }
 
@@ -55,8 +53,27 @@ class Miniature {
   size_t capacity_ = 0;
   size_t size_ = 0;
   size_t candidates_ = 0;
-  double hits_ = 0;
   std::map<uint16_t, std::set<Candidate>> queues_;
+};
+
+// The two miniatures of one capacity against each other, request by request: which order found more lately, and what a
+// cache that goes by it finds.
+class Contest {
+ public:
+  // What the request of now found; may be called several times for it.
+  void Count(double by_survival, double by_recency);
+  // The request is over.
+  void Decide();
+
+  bool prefers_recency() const { return prefers_recency_; }
+  double found() const { return found_; }
+
+ private:
+  double request_lead_ = 0;   // of recency over the survival index, with the request of now
+  double lead_ = 0;           // the sum of these, lately
+  double lead_variance_ = 0;  // of that sum
+  bool prefers_recency_ = false;
+  double found_ = 0;
 };
 
 // What a cache of `blocks` would have found.
@@ -86,7 +103,7 @@ class Rehearsal {
   void Store(const Prefixes& prefix, size_t found, const Access& access);
 
   // Whether recency alone found more lately, at the capacity of the tree.
-  bool prefers_recency() const { return prefers_recency_; }
+  bool prefers_recency() const { return contests_[kOwnScale].prefers_recency(); }
   Rehearsed result() const;
   size_t bytes() const;
 
@@ -105,36 +122,35 @@ class Rehearsal {
     uint32_t children = 0;                      // known units whose parent it is
     std::array<uint32_t, kMiniatures> below{};  // of them in each miniature
     uint16_t cached_in = 0;                     // a bit for each miniature
+    bool is_known = false;                      // false: the place is free
+    bool was_touched = false;                   // since the hand passed
   };
 
   static bool IsIn(const Unit& unit, size_t miniature) { return (unit.cached_in >> miniature) & 1; }
   std::vector<uint32_t> FindPath(const Prefixes& prefix, size_t* found) const;
   bool IsSampled(uint64_t fingerprint) const { return ((fingerprint >> 32) & mask_) == 0; }
+  void Keep(const Prefixes& prefix, std::vector<uint32_t> path, const Access& access);
   size_t LeadingIn(const std::vector<uint32_t>& path, size_t miniature) const;
   void SetHistory(uint32_t at, const History& history);
   uint32_t NewUnit(uint64_t fingerprint, uint32_t parent, const History& history);
   void Insert(const std::vector<uint32_t>& path, size_t miniature, uint64_t now);
   void Evict(size_t miniature, uint64_t now);
   void CountHits(const std::vector<uint32_t>& path, size_t counted);
-  void Compare();
-  void ForgetOldUnits();
+  void ForgetIdleUnits(size_t looks);
   void Restart(uint64_t mask);
 
   const SurvivalPolicy* policy_;
   const uint32_t unit_blocks_;
   uint64_t capacity_blocks_ = 0;
   uint64_t mask_ = 0;
-  double request_lead_ = 0;   // of recency over the survival index with the request of late
-  double lead_ = 0;           // the sum of these, lately
-  double lead_variance_ = 0;  // of that sum
-  bool prefers_recency_ = false;
   double looked_up_ = 0;
   double found_ = 0;
-  std::vector<Miniature> miniatures_;
+  std::vector<Miniature> miniatures_;  // two for each scale, in the order of VictimOrder
+  std::array<Contest, kScales> contests_{};
   std::unordered_map<uint64_t, uint32_t> at_;
   std::vector<Unit> units_;
   std::vector<uint32_t> free_;
-  size_t units_kept_ = 0;  // when some were last forgotten; most of them may be in a miniature
+  size_t hand_ = 0;  // the unit that is looked at next, for what to forget
 };
 
 }  // namespace kvstore

@@ -391,8 +391,9 @@ Bins SurvivalPolicy::Hazards(int kind) const {
     exposure += all_.exposure[bin];
   }
   Bins hazards;
+  double general = uses / exposure;  // at ages that nothing has reached, that of the last ones that something has
   for (int bin = 0; bin < kAgeBins; ++bin) {
-    const double general = (all_.uses[bin] + 1) / (all_.exposure[bin] + exposure / uses);
+    general = (all_.uses[bin] + 1) / (all_.exposure[bin] + 1 / general);
     const double prior = Prior(kind, bin, general);
     const double shared = (group.uses[bin] + kPriorUses) / (group.exposure[bin] + kPriorUses / prior);
     hazards[bin] = (own.uses[bin] + kPriorUses) / (own.exposure[bin] + kPriorUses / shared);

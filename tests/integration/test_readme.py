@@ -30,7 +30,7 @@ def test_the_tables_of_the_index_are_made_of_the_result_files() -> None:
 
 
 def test_the_tables_of_the_replay_are_made_of_the_result_files() -> None:
-    results = [ROOT / f"bench/results/{name}.json" for name in ("replay", "replay-references", "what-if")]
+    results = [ROOT / f"bench/results/{name}.json" for name in ("replay", "replay-references", "what-if", "hints")]
     made = subprocess.run(
         [sys.executable, ROOT / "bench/replay_report.py", *results], capture_output=True, text=True, check=True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,42 @@ def test_other_capacities_find_about_what_was_told(seed):
     for blocks, told in capacities:
         really, _ = served("survival", blocks, paths)
         assert told / looked_up - found / looked_up == pytest.approx(really - rate, abs=0.05)
+
+
+def test_prompts_that_are_found_whole_here_count_where_they_would_have_to_be_stored_again():
+    rng = random.Random(3)
+    shared = [list(range(100 * at, 100 * at + 10)) for at in range(1, 12)]
+    paths = [*shared, *(shared[min(rng.randrange(11), rng.randrange(11))] for _ in range(2000))]
+    rate, index = served("survival", 100, paths)
+    looked_up, found, capacities = index.rehearsed(Tier.HOST)
+    for blocks, told in capacities[:2]:
+        really, _ = served("survival", blocks, paths)
+        assert (told - found) / looked_up == pytest.approx(really - rate, abs=0.03)
+
+
+def chats_that_go_on_soon_or_never(seed: int, requests: int) -> Iterator[tuple[int, list[int]]]:
+    """Their second turn comes within minutes, for four in ten of them; with the second at which they come."""
+    rng = random.Random(seed)
+    due: list[tuple[float, list[int]]] = []
+    fresh = 0
+    for now in range(requests):
+        while due and due[0][0] <= now:
+            yield now, [*heapq.heappop(due)[1], fresh := fresh + 1]
+        first = fresh + 1
+        fresh += rng.choice((3, 8, 20))
+        chat = list(range(first, fresh + 1))
+        yield now, chat
+        if rng.random() < 0.4:
+            heapq.heappush(due, (now + rng.expovariate(1 / 150), chat))
+
+
+def test_blocks_older_than_any_that_was_used_again_are_not_taken_for_average_ones():
+    requests = list(chats_that_go_on_soon_or_never(0, 2500))
+    found: dict[str, int] = {}
+    for policy in ("lru", "survival"):
+        node = Node(tree(policy), host_blocks=6000, disk_blocks=0)
+        found[policy] = sum(node.serve(prompt(path), now * SECOND).blocks for now, path in requests)
+    assert found["survival"] > found["lru"]
 
 
 @pytest.mark.parametrize("capacity", [60, 200, 800])
