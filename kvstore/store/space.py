@@ -69,15 +69,16 @@ class Freed:
         """Return the slots of host memory alone; `settle_disk` must follow."""
         if self.host.size:
             self.space.host.free(self.host)
-        self._settle_sparse(Tier.HOST)
+        self.settle_sparse(Tier.HOST)
 
     def settle_disk(self) -> None:
         """Return the slots of the disk."""
         if self.disk.size and self.space.disk is not None:
             self.space.disk.free(self.disk)
-        self._settle_sparse(Tier.DISK)
+        self.settle_sparse(Tier.DISK)
 
-    def _settle_sparse(self, tier: Tier) -> None:
+    def settle_sparse(self, tier: Tier) -> None:
+        """Return the slots of sparse parts in one tier alone."""
         for freed in self.sparse:
             if freed.tier is tier:
                 freed.pool.free(freed.slots)

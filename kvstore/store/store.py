@@ -232,6 +232,8 @@ class Store:
         self._end_overdue()
         with space.removing:
             dropped = [*self._drop_unheld(space, root_key, prompt, from_block), *self._index.reap_all(space)]
+        for freed in dropped:
+            freed.settle_sparse(Tier.DISK)  # which no restart finds without their dense blocks
         slots = np.concatenate([freed.disk for freed in dropped])
         is_gone = space.disk is None or not slots.size or space.disk.free_for_good(slots)
         blocks = sum(freed.blocks for freed in dropped)
