@@ -102,7 +102,7 @@ class _Counts:
     stored_blocks: int
     present_blocks: int
     loaded_tokens: dict[str, int]
-    hit_tokens: dict[str, int]
+    hit_tokens: dict[str, int] = field(default_factory=dict)
 
     def __sub__(self, before: _Counts) -> _Counts:
         loaded, hits = (
