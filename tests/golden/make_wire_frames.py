@@ -39,9 +39,9 @@ GOLDEN = {
         1, struct.pack("<IIIIQ", 2, 1, 2, 0, 0x0389E2C8892D5450) + DELTA_MATCH, 8, code=3, flags=1, deadline_ms=5000
     ),
     "matched": frame(2, bytes.fromhex("0801") + field(2, bytes.fromhex("08021001")), 7),
-    "prefetch": frame(1, MATCH + bytes.fromhex("1805"), 10, code=21, deadline_ms=5000),
+    "prefetch": frame(1, MATCH + bytes.fromhex("1805"), 10, code=22, deadline_ms=5000),
     "prefetched": frame(2, bytes.fromhex("08011001"), 10),
-    "cancel prefetch": frame(1, field(1, SESSION_ID) + bytes.fromhex("1005"), 11, code=22, deadline_ms=5000),
+    "cancel prefetch": frame(1, field(1, SESSION_ID) + bytes.fromhex("1005"), 11, code=23, deadline_ms=5000),
     "resend": frame(4, b"", 8),
     "error": frame(3, ERROR, 9, code=8),
     "data": frame(5, b"rows", 1),
