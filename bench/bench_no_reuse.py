@@ -1,4 +1,4 @@
-"""What the store costs an engine whose prompts never come again.
+"""What the store costs an engine whose prompts never come again, with a budget of 1/400 of the bandwidth of memory.
 
     python bench/bench_no_reuse.py [--steps N] [--json FILE]
 
@@ -24,6 +24,7 @@ from machine import describe
 
 import kvstore
 from kvstore.store.budget import default_bytes_per_second
+from kvstore.store.settings import StoreSettings
 from kvstore.types import KvLayout, Namespace
 
 MIB = 1 << 20
@@ -31,6 +32,8 @@ LAYOUT = KvLayout(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", block_t
 NAMESPACE = Namespace(model="bench", revision="1", layout=LAYOUT)
 PROMPT_TOKENS = 4096  # 512 MiB
 HOST_BYTES = 512 * MIB
+BUDGET_BYTES_PER_SECOND = default_bytes_per_second() // 40  # the default is a tenth of the bandwidth
+SETTINGS = StoreSettings(store_bytes_per_second=BUDGET_BYTES_PER_SECOND)
 
 
 class CpuClock:
@@ -99,7 +102,7 @@ def measure(store: kvstore.KvStore, steps: int) -> dict[str, object]:
         "step_tokens": PROMPT_TOKENS,
         "step_bytes": engine.kv.nbytes,
         "engine_bytes_per_second": round(steps * engine.kv.nbytes / copy_seconds),
-        "budget_bytes_per_second": default_bytes_per_second(),
+        "budget_bytes_per_second": BUDGET_BYTES_PER_SECOND,
         "filling_steps": filling_steps,
         "lost_ratio": round(store_seconds / (store_seconds + copy_seconds), 4),
         "refused_call_us": round(1e6 * statistics.median(engine.store_seconds[filling_steps:]), 1),
@@ -119,7 +122,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for disk_bytes in (0, 1 << 30):
             path = Path(folder) / str(disk_bytes) if disk_bytes else None
-            with kvstore.open(path, host_bytes=HOST_BYTES, disk_bytes=disk_bytes, clock=CpuClock()) as store:
+            with kvstore.open(
+                path, host_bytes=HOST_BYTES, disk_bytes=disk_bytes, settings=SETTINGS, clock=CpuClock()
+            ) as store:
                 rows.append({"disk_bytes": disk_bytes, **measure(store, arguments.steps)})
             print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     if arguments.json:

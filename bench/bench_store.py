@@ -25,6 +25,7 @@ import numpy as np
 from machine import describe
 
 import kvstore
+from kvstore.store.settings import StoreSettings
 from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ LOOKUP_NAMESPACE = Namespace(model="lookup", revision="1", layout=LOOKUP_LAYOUT)
 PROMPT_TOKENS = (1024, 8192, 32768, 131072)
 BLOCKS = 256
 MIB = 1 << 20
+UNBOUNDED = StoreSettings(store_bytes_per_second=1 << 50)  # stored again and again, and rarely loaded
 
 
 class Bench:
@@ -127,7 +129,7 @@ def measure_disk(bench: Bench, path: Path) -> None:
         store.flush()
         store.clear(NAMESPACE)
 
-    with kvstore.open(path, host_bytes=128 * MIB, disk_bytes=1024 * MIB) as store:
+    with kvstore.open(path, host_bytes=128 * MIB, disk_bytes=1024 * MIB, settings=UNBOUNDED) as store:
         bench.rate("store and flush", "disk", rows.nbytes, lambda: store_and_flush(store))
         _store(store, NAMESPACE, prompt, rows)
     with (
@@ -141,7 +143,8 @@ def measure_disk(bench: Bench, path: Path) -> None:
 @contextmanager
 def sidecar(folder: str) -> Iterator[str]:
     """A `kvstore serve` process of its own; gives its address."""
-    command = [sys.executable, "-P", "-m", "kvstore.cli", "serve", "--host-bytes", "512MiB", "--listen"]
+    command = [sys.executable, "-P", "-m", "kvstore.cli", "serve", "--host-bytes", "512MiB"]
+    command += ["--set", "store.store_bytes_per_second=1048576GiB", "--listen"]
     with subprocess.Popen([*command, f"grpc+unix://{folder}/socket"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -182,7 +185,7 @@ def main() -> None:
     arguments = parser.parse_args()
     bench = Bench(arguments.seconds)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as folder:
-        with kvstore.open(host_bytes=512 * MIB) as store:
+        with kvstore.open(host_bytes=512 * MIB, settings=UNBOUNDED) as store:
             measure_lookups(bench, "embedded", store)
             measure_bytes(bench, "embedded", store)
         with sidecar(folder) as address, kvstore.connect(address) as client:

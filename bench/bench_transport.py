@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 TOKENS = 8192
 BULK_BYTES = 64 * MIB
+UNBOUNDED = ("--set", "store.store_bytes_per_second=1048576GiB")  # stored again and again, and rarely loaded
 BLOCK_BYTES = (256 * 1024, MIB, 4 * MIB)
 LOOKUP_LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8, dtype="int8", block_tokens=16)
 LOOKUPS = Namespace(model="lookup", revision="1", layout=LOOKUP_LAYOUT)
@@ -105,7 +106,7 @@ class Sidecar:
     def __init__(self, stack: ExitStack, folder: str) -> None:
         listen = f"unix://{folder}/both,127.0.0.1:0,grpc+unix://{folder}/grpc,grpc://127.0.0.1:0"
         command = (sys.executable, "-P", "-m", "kvstore.cli", "serve", "--host-bytes", "768MiB", "--listen", listen)
-        started = stack.enter_context(process(*command, "--set", "log.level=warning"))
+        started = stack.enter_context(process(*command, *UNBOUNDED, "--set", "log.level=warning"))
         assert started.stdout is not None
         self.pid = started.pid
         self.unix, self.tcp, self.grpc_unix, self.grpc_tcp = json.loads(started.stdout.readline())["listen"]

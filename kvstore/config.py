@@ -227,7 +227,7 @@ class StoreConfig:
         "loaded allows 20 more.",
         minimum=1,
         maximum=_SIZE_BYTES_MAX,
-        auto="1/400 of the bandwidth of memory, measured at start",
+        auto="a tenth of the bandwidth of memory, measured at start",
     )
     prefetch_ratio: float = _setting(
         0.1, Kind.RATIO, "Share of the host tier that prefetches under way may fill.", maximum=1

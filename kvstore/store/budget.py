@@ -12,10 +12,11 @@ from kvstore.store.placement import Budget
 # Bytes that may be stored for each byte that was loaded. To compute a byte of KV takes a GPU of today 0.4-1.5 ns (8B to
 # 70B models), to copy one out 0.02 ns (PCIe 5 x16): up to there stores cost less than the loads have saved.
 _STORED_PER_LOADED = 20
-# Of the bandwidth of memory, what is stored without any reuse. To store takes two to five times as long as to copy (the
-# pages are small, and another block has to leave, perhaps to disk), and the calls take time as well: this keeps it all
-# below 2 % of what an engine does that only copies (bench/bench_no_reuse.py).
-_COPY_RATIO = 0.0025
+# Of the bandwidth of memory, what is stored without any reuse: about what a GPU of today computes, so that filling a
+# cache ahead of traffic is held back by nothing, and a flood cannot take the machine's memory from the engines. An
+# engine on the same cores can be given less: with 1/400 even one that only copies loses less than 2 %
+# (bench/bench_no_reuse.py).
+_COPY_RATIO = 0.1
 _BURST_BYTES_MIN = 256 << 20
 _PROBE_BYTES = 32 << 20  # more than caches hold
 _PROBE_TRIES = 3
