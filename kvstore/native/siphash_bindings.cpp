@@ -41,6 +41,7 @@ void ChainKeys(const nb::bytes& ns_key, const nb::bytes& parent, Tokens tokens, 
 }  // namespace
 
 NB_MODULE(_siphash, m) {
+  nanobind::set_leak_warnings(false);  // a process may end while threads hold references still
   m.doc() = "SipHash-2-4-128 and chained block keys; see kvstore/hashing.py";
   m.def("siphash128", &SipHash, nb::arg("key"), nb::arg("message"));
   m.def("chain_keys", &ChainKeys, nb::arg("ns_key"), nb::arg("parent"), nb::arg("tokens").noconvert(),

@@ -275,6 +275,7 @@ void BindTree(nb::module_& module) {
 }  // namespace
 
 NB_MODULE(_native, module) {
+  nanobind::set_leak_warnings(false);  // a process may end while threads hold references still
   module.attr("NO_SLOT") = kvstore::kNoSlot;
   module.attr("TIER_COUNT") = kvstore::kTierCount;
   module.attr("SLICE_BLOCKS") = kvstore::Limits().slice_blocks;

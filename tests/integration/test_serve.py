@@ -123,6 +123,15 @@ def test_a_signal_at_any_moment_of_the_start_ends_the_process(stop_signal):
             assert process.wait(timeout=30) in expected
 
 
+@pytest.mark.parametrize("lane", ["unix", "grpc+unix"])
+def test_a_stop_after_work_prints_nothing_but_the_log(tmp_path, lane):
+    with sidecar("--listen", f"{lane}://{tmp_path}/s") as running:
+        store_prompt(running.address)
+        assert 0 == running.stop()
+        lines = running.process.stderr.read().splitlines()
+    assert [] == [line for line in lines if " kvstore." not in line]
+
+
 def test_what_was_committed_is_found_again_after_a_stop(tmp_path):
     flags = ("--listen", f"unix://{tmp_path}/s", "--data-dir", tmp_path / "data", "--disk-bytes", "32MiB")
     with sidecar(*flags) as running:

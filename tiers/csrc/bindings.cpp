@@ -168,6 +168,7 @@ void DefineMemory(nb::module_& m) {
 
 // Addresses come as numbers: who calls has checked them, and keeps the memory.
 NB_MODULE(_copy, m) {
+  nanobind::set_leak_warnings(false);  // a process may end while threads hold references still
   m.doc() = "Copies, checksums and shared memory; see device_cpu.py, checksum.py, host_copy.py and extent.py";
   m.attr("PIECE_BYTES") = sizeof(kvstore::Piece);
   m.attr("TILE_BYTES") = kvstore::kTileBytes;
