@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from functools import lru_cache
 from itertools import count
@@ -14,7 +15,8 @@ from kvstore import __version__
 from kvstore.errors import UnavailableError
 from kvstore.transport import convert, wire
 from kvstore.transport.frames import encode_match
-from kvstore.transport.link import Matched, OpenNamespaces
+from kvstore.transport.link import Matched, OpenNamespaces, R
+from kvstore.transport.plans import SESSION
 from kvstore.transport.status import UnknownSessionError
 from kvstore.transport.wire_dial import dial
 from kvstore.transport.wire_exchange import Answer, Exchange
@@ -32,10 +34,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress, UnixAddress
-    from kvstore.transport.link import Deadlines, Lookup
+    from kvstore.transport.link import Lookup, Rpc
     from kvstore.types import Namespace, Root
 
-R = TypeVar("R", bound="Message")
+P = TypeVar("P", bound="Message")
 _ANSWERS_REMEMBERED = 1024
 _ROOTS_REMEMBERED = 256
 _links: weakref.WeakSet[WireLink] = weakref.WeakSet()
@@ -49,17 +51,16 @@ class WireLink:
 
     lane = "wire"
 
-    def __init__(self, address: UnixAddress | TcpAddress, deadlines: Deadlines) -> None:
-        self.deadlines = deadlines
+    def __init__(self, address: UnixAddress | TcpAddress, ends_at: float) -> None:
         self._address = str(address)
         self._ids = count(1)
         self._namespaces = OpenNamespaces()
-        connected, hello = dial(address, wire.Lane.CONTROL, bytes(16), deadlines.control_seconds)
-        self._exchange = Exchange(connected, self._address, deadlines.control_seconds)
+        connected, hello = dial(address, wire.Lane.CONTROL, bytes(16), max(0.001, ends_at - time.monotonic()))
+        self._exchange = Exchange(connected, self._address)
         self._prompts = SentPrompts(hello.prompt_bytes)  # used by who is sending
         try:
             request = pb.SessionRequest(client_version=__version__)
-            self.session = self._call(wire.Method.Session, request, pb.SessionResponse, deadlines.control_seconds)
+            self.session = self.call(SESSION, request, ends_at)
         except BaseException:
             self._exchange.end()
             raise
@@ -78,74 +79,9 @@ class WireLink:
         self._exchange.end()
         self._pool.end()
 
-    def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:  # noqa: ARG002
-        """One call within the deadline of control calls."""
-        return self._call(wire.Method[method], request, response_type, self.deadlines.control_seconds)
-
-    def match(self, lookup: Lookup) -> Matched:
-        """A lookup, within the deadline of control calls; without an object of protobuf on the way."""
-        head = self._prompt_head(self.ns_id(lookup.namespace), lookup.root)
-        request_id = lookup.request_id.encode()
-        whole = lookup.prompt.astype("<u4", copy=False).tobytes()
-
-        def message(tokens: bytes) -> bytes:
-            return encode_match(self._session_id, head, tokens, peek=lookup.peek, request_id=request_id)
-
-        seconds = self.deadlines.control_seconds
-        return _matched(self._body(wire.Method.Match, self._ask_by_growth(wire.Method.Match, message, whole, seconds)))
-
-    def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:  # noqa: ARG002
-        """One call within the deadline of bulk calls."""
-        return self._call(wire.Method[method], request, response_type, self.deadlines.bulk_seconds)
-
-    def new_id(self) -> int:
-        """An id that names one lease or stage of this session."""
-        return next(self._ids)
-
-    def give_up(self, service: str, method: str, request: Message, response_type: type[Message]) -> None:  # noqa: ARG002
-        """Send a call that ends what we may or may not hold, without waiting. If that fails, the session is ended.
-
-        Ending what is not there is no error of the server's, so its answer tells nothing.
-        """
-        body = request.SerializeToString()
-        seconds = self.deadlines.control_seconds
-        try:
-            self._exchange.tell(lambda call_id: _request(wire.Method[method], body, call_id, seconds), seconds)
-        except UnavailableError:
-            self.close()
-
-    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8]) -> int:
-        """Receive leased blocks straight into the flat `target`; returns how many leading blocks are right."""
-        row_bytes = target.size // request.blocks
-        try:
-            answer, filled_bytes = self._pool.load(request, target.data, self.deadlines.bulk_seconds)
-        except UnavailableError:
-            self._notice_end()
-            raise
-        summary = self._parsed(pb.LoadResponse, answer).summary
-        if filled_bytes != summary.blocks * row_bytes:
-            raise UnavailableError(f"{self._address} ended a load without all of its bytes")
-        return summary.blocks
-
-    def write(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> int:
-        """Send the flat `source` to a stage; returns how many rows were taken."""
-        try:
-            answer = self._pool.write(start, source.data, self.deadlines.bulk_seconds)
-        except UnavailableError:
-            self._notice_end()
-            raise
-        return self._parsed(pb.WriteResponse, answer).rows
-
-    def ns_id(self, namespace: Namespace) -> bytes:
-        """The id of a namespace, which is opened in this session if it is not yet."""
-        return self._namespaces.ns_id(self, namespace)
-
-    def forget(self) -> None:
-        """In the child of a fork: the session stays the parent's, and is over here."""
-        self._exchange.forget()
-        self._pool.forget()
-
-    def _call(self, method: wire.Method, request: Message, response_type: type[R], seconds: float) -> R:
+    def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
+        """One call."""
+        method = wire.Method[rpc.method]
         if method in wire.PROMPT_METHODS:
             prompt_request = cast("pb.LeaseRequest", request)
             whole = prompt_request.prompt.tokens
@@ -154,11 +90,73 @@ class WireLink:
                 prompt_request.prompt.tokens = tokens
                 return prompt_request.SerializeToString()
 
-            answer = self._ask_by_growth(method, message, whole, seconds)
+            answer = self._ask_by_growth(method, message, whole, ends_at)
         else:
             body = request.SerializeToString()
-            answer = self._exchange.ask(lambda call_id: _request(method, body, call_id, seconds), seconds)
-        return self._parsed(response_type, self._body(method, answer))
+            answer = self._exchange.ask(lambda call_id: encode_request(method, body, call_id, ends_at), ends_at)
+        return self._parsed(rpc.response, self._body(method, answer))
+
+    def match(self, lookup: Lookup, ends_at: float) -> Matched:
+        """A lookup, without an object of protobuf on the way."""
+        head = self._prompt_head(self.ns_id(lookup.namespace, ends_at), lookup.root)
+        request_id = lookup.request_id.encode()
+        whole = lookup.prompt.astype("<u4", copy=False).tobytes()
+
+        def message(tokens: bytes) -> bytes:
+            return encode_match(self._session_id, head, tokens, peek=lookup.peek, request_id=request_id)
+
+        return matched(self._body(wire.Method.Match, self._ask_by_growth(wire.Method.Match, message, whole, ends_at)))
+
+    def new_id(self) -> int:
+        """An id that names one lease or stage of this session."""
+        return next(self._ids)
+
+    def give_up(self, rpc: Rpc[R], request: Message, seconds: float) -> None:
+        """Send a call that ends what we may or may not hold, without waiting. If that fails, the session is ended.
+
+        Ending what is not there is no error of the server's, so its answer tells nothing.
+        """
+        if self.ended:
+            return
+        body = request.SerializeToString()
+        ends_at = time.monotonic() + seconds
+        try:
+            self._exchange.tell(
+                lambda call_id: encode_request(wire.Method[rpc.method], body, call_id, ends_at), ends_at
+            )
+        except UnavailableError:
+            self.close()
+
+    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
+        """Receive leased blocks straight into the flat `target`; returns how many leading blocks are right."""
+        row_bytes = target.size // request.blocks
+        try:
+            answer, filled_bytes = self._pool.load(request, target.data, ends_at)
+        except UnavailableError:
+            self._notice_end()
+            raise
+        summary = self._parsed(pb.LoadResponse, answer).summary
+        if filled_bytes != summary.blocks * row_bytes:
+            raise UnavailableError(f"{self._address} ended a load without all of its bytes")
+        return summary.blocks
+
+    def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
+        """Send the flat `source` to a stage; returns how many rows were taken."""
+        try:
+            answer = self._pool.write(start, source.data, ends_at)
+        except UnavailableError:
+            self._notice_end()
+            raise
+        return self._parsed(pb.WriteResponse, answer).rows
+
+    def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
+        """The id of a namespace, which is opened in this session if it is not yet."""
+        return self._namespaces.ns_id(self, namespace, ends_at)
+
+    def forget(self) -> None:
+        """In the child of a fork: the session stays the parent's, and is over here."""
+        self._exchange.forget()
+        self._pool.forget()
 
     def _body(self, method: wire.Method, answer: Answer) -> bytes:
         """The message of an answer; raises the error that it is instead."""
@@ -173,7 +171,7 @@ class WireLink:
         raise error
 
     def _ask_by_growth(
-        self, method: wire.Method, message: Callable[[bytes], bytes], whole: bytes, seconds: float
+        self, method: wire.Method, message: Callable[[bytes], bytes], whole: bytes, ends_at: float
     ) -> Answer:
         """Ask about a prompt: by what is new in it, and if the server does not know the rest, by all of it.
 
@@ -185,16 +183,17 @@ class WireLink:
             nonlocal growth
             growth = self._prompts.growth(whole)
             if growth is None:
-                return _request(method, message(whole), call_id, seconds)
-            return _grown_request(method, growth, message(growth.tail), call_id, seconds)
+                return encode_request(method, message(whole), call_id, ends_at)
+            return encode_grown_request(method, growth, message(growth.tail), call_id, ends_at)
 
         def again(call_id: int) -> bytes:
             assert growth is not None, "a prompt sent whole is known"
-            return _grown_request(method, self._prompts.whole_again(growth, whole), message(whole), call_id, seconds)
+            whole_growth = self._prompts.whole_again(growth, whole)
+            return encode_grown_request(method, whole_growth, message(whole), call_id, ends_at)
 
-        answer = self._exchange.ask(first, seconds)
+        answer = self._exchange.ask(first, ends_at)
         if answer[0].kind is wire.Kind.RESEND and growth is not None:
-            answer = self._exchange.ask(again, seconds)
+            answer = self._exchange.ask(again, ends_at)
         return answer
 
     def _head_of_prompt(self, ns_id: bytes, root: Root | None) -> bytes:
@@ -203,7 +202,7 @@ class WireLink:
             ns_id=ns_id, root=convert.root_to_proto(root) if root is not None else None
         ).SerializeToString()
 
-    def _parsed(self, response_type: type[R], body: bytes) -> R:
+    def _parsed(self, response_type: type[P], body: bytes) -> P:
         try:
             return response_type.FromString(body)
         except DecodeError as err:
@@ -216,24 +215,26 @@ class WireLink:
             self._pool.end()
 
 
-def _request(method: wire.Method, body: bytes, call_id: int, seconds: float) -> bytes:
-    deadline_ms = wire.deadline_ms_of(seconds)
+def encode_request(method: wire.Method, body: bytes, call_id: int, ends_at: float) -> bytes:
+    """The frame of a request whose caller waits until `ends_at`."""
+    deadline_ms = wire.deadline_ms_of(ends_at - time.monotonic())
     return wire.encode_frame(wire.Kind.REQUEST, body, call_id=call_id, code=method, deadline_ms=deadline_ms)
 
 
-def _grown_request(method: wire.Method, growth: Growth, message: bytes, call_id: int, seconds: float) -> bytes:
+def encode_grown_request(method: wire.Method, growth: Growth, message: bytes, call_id: int, ends_at: float) -> bytes:
+    """The same, of a request whose prompt is sent by its growth."""
     return wire.encode_frame(
         wire.Kind.REQUEST,
         wire.encode_delta(growth.delta) + message,
         call_id=call_id,
         code=method,
         flags=wire.FLAG_DELTA,
-        deadline_ms=wire.deadline_ms_of(seconds),
+        deadline_ms=wire.deadline_ms_of(ends_at - time.monotonic()),
     )
 
 
 @lru_cache(maxsize=_ANSWERS_REMEMBERED)
-def _matched(body: bytes) -> Matched:
+def matched(body: bytes) -> Matched:
     """What an answer to a lookup says; the same bytes say the same, and many lookups are answered alike."""
     try:
         found = pb.MatchResponse.FromString(body)

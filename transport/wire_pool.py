@@ -37,18 +37,18 @@ class BulkPool:
         self._busy: set[BulkSocket] = set()
         self._ended = False
 
-    def load(self, message: Message, target: memoryview, seconds: float) -> tuple[bytes, int]:
+    def load(self, message: Message, target: memoryview, ends_at: float) -> tuple[bytes, int]:
         """Do a Load: rows go straight into `target`. Returns the message that ended it, and how many bytes came."""
-        with self._call(wire.Method.Load, message, seconds) as peer:
+        with self._call(wire.Method.Load, message, ends_at) as peer:
             receiver = RowReceiver(peer, 1)
             filled_bytes = 0
             while (header := receiver.next_header()).kind is wire.Kind.DATA:
                 filled_bytes += receiver.fill_frame(target[filled_bytes:])
             return self._answer(receiver, header, in_step=True), filled_bytes
 
-    def write(self, message: Message, source: memoryview, seconds: float) -> bytes:
+    def write(self, message: Message, source: memoryview, ends_at: float) -> bytes:
         """Do a Write: the bytes leave straight from `source`. Returns the message that ended it."""
-        with self._call(wire.Method.Write, message, seconds) as peer:
+        with self._call(wire.Method.Write, message, ends_at) as peer:
             with suppress(ConnectionError):  # refused meanwhile: why, is still to be read
                 for views in chunks([source]):
                     if peer.has_input():
@@ -84,10 +84,9 @@ class BulkPool:
         return body
 
     @contextmanager
-    def _call(self, method: wire.Method, message: Message, seconds: float) -> Iterator[BulkSocket]:
+    def _call(self, method: wire.Method, message: Message, ends_at: float) -> Iterator[BulkSocket]:
         """A connection on which the request was sent, and a common face for all that may go wrong with it."""
-        ends_at = time.monotonic() + seconds
-        if not self._places.acquire(timeout=seconds):
+        if not self._places.acquire(timeout=max(0.0, ends_at - time.monotonic())):
             raise UnavailableError(f"{CONNECTIONS_MAX} transfers to {self._address} took all of the deadline")
         try:
             with self._peer(ends_at) as peer:
