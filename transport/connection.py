@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kvstore.transport.link import Lookup, Rpc
     from kvstore.types import Namespace
 
+# How long after its deadline gRPC may take to say that a call was late.
+_GRACE_SECONDS = 0.05
 _RECEIVE_BYTES_MAX = 128 * 2**20
 _OPTIONS = (
     ("grpc.max_receive_message_length", _RECEIVE_BYTES_MAX),
@@ -84,16 +86,17 @@ class Connection:
         """End the session and the channel; idempotent. The server releases what the session held."""
         self._end()
         self._follower.join()
-        self._channel.close()
+        # gRPC waits in there for calls whose bytes are stuck in a full socket, until that is taken or broken.
+        closing = threading.Thread(target=self._channel.close, name="kvstore-channel-end", daemon=True)
+        closing.start()
+        closing.join(_GRACE_SECONDS)
 
     def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
         self._check_open()
         with self._translated():
-            make = self._channel.unary_unary
-            response: R = self._callable(make, rpc.service, rpc.method, rpc.response)(
-                request, timeout=seconds_left(ends_at)
-            )
+            make = self._callable(self._channel.unary_unary, rpc.service, rpc.method, rpc.response)
+            response: R = self._result(make.future(request, timeout=seconds_left(ends_at)), ends_at)
             return response
 
     def match(self, lookup: Lookup, ends_at: float) -> Matched:
@@ -139,8 +142,8 @@ class Connection:
         self._check_open()
         with self._translated():
             write = self._callable(self._channel.stream_unary, CACHE, "Write", pb.WriteResponse)
-            response = write(self._write_requests(start, source), timeout=seconds_left(ends_at))
-            return int(response.rows)
+            call = write.future(self._write_requests(start, source), timeout=seconds_left(ends_at))
+            return int(self._result(call, ends_at).rows)
 
     def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""
@@ -161,6 +164,17 @@ class Connection:
         self._ended.set()
         if not self._greeting.done():
             self._greeting.set_exception(failure)
+
+    def _result(self, call: Any, ends_at: float) -> Any:  # noqa: ANN401
+        """The answer of a call. One whose bytes are stuck in a full socket does not end at its deadline in gRPC."""
+        seconds = seconds_left(ends_at)
+        try:
+            return call.result(seconds + max(_GRACE_SECONDS, seconds / 2))
+        except grpc.FutureTimeoutError as err:
+            self._end()
+            raise UnavailableError(f"no answer from {self._address} within the deadline") from err
+        except grpc.FutureCancelledError as err:
+            raise UnavailableError(f"the session with {self._address} was closed meanwhile") from err
 
     def _callable(self, make: Any, service: str, method: str, response_type: type[Message]) -> Any:  # noqa: ANN401
         path = f"/{service}/{method}"

@@ -88,6 +88,10 @@ class LinkKeeper:
         self._guard.breaker.record_success()
         return answer
 
+    def check_server(self) -> None:
+        """Raises UnavailableError while the breaker is open."""
+        self._guard.breaker.check()
+
     def close(self) -> None:
         """End the link and the probes; idempotent. Waits for no call, and for a probe under way at most its time."""
         self._closed = True  # before the link goes, so that nobody who finds none makes another

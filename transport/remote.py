@@ -40,6 +40,10 @@ class Held:
         """Id of the session."""
         return self.link.session.session_id
 
+    def check(self) -> None:
+        """Raises UnavailableError while the server is not asked, before anything has begun."""
+        self._keeper.check_server()
+
     def call(self, rpc: Rpc[R], request: Message, wait: Wait) -> R:
         """One call."""
         return self._keeper.run_on(
@@ -161,6 +165,7 @@ class RemoteStage:
         write = WriteOf(self._layout, range(self._from_block, self._from_block + self._blocks), buffer, first, part)
         if not write.wanted:
             return 0
+        self._held.check()
         try:
             return self._held.write(write.start(self._held.session_id, self._stage_id), write.source)
         except UnavailableError:
@@ -170,6 +175,8 @@ class RemoteStage:
 
     def commit(self) -> CommitResult:
         """Make the leading blocks whose every part was written visible, atomically."""
+        self._open.check()
+        self._held.check()
         if not self._open.end():
             self._open.check()
         request = pb.CommitRequest(session_id=self._held.session_id, stage_id=self._stage_id)
