@@ -65,7 +65,7 @@ class WireLink:
             self._exchange.end()
             raise
         self._session_id = self.session.session_id
-        self._prompt_head = lru_cache(maxsize=_ROOTS_REMEMBERED)(self._head_of_prompt)
+        self._prompt_head = new_prompt_heads()
         self._pool = BulkPool(address, self._session_id)
         _links.add(self)
 
@@ -83,28 +83,17 @@ class WireLink:
         """One call."""
         method = wire.Method[rpc.method]
         if method in wire.PROMPT_METHODS:
-            prompt_request = cast("pb.LeaseRequest", request)
-            whole = prompt_request.prompt.tokens
-
-            def message(tokens: bytes) -> bytes:
-                prompt_request.prompt.tokens = tokens
-                return prompt_request.SerializeToString()
-
+            whole, message = prompt_message(request)
             answer = self._ask_by_growth(method, message, whole, ends_at)
         else:
             body = request.SerializeToString()
             answer = self._exchange.ask(lambda call_id: encode_request(method, body, call_id, ends_at), ends_at)
-        return self._parsed(rpc.response, self._body(method, answer))
+        return parsed(rpc.response, self._body(method, answer), self._address)
 
     def match(self, lookup: Lookup, ends_at: float) -> Matched:
         """A lookup, without an object of protobuf on the way."""
         head = self._prompt_head(self.ns_id(lookup.namespace, ends_at), lookup.root)
-        request_id = lookup.request_id.encode()
-        whole = lookup.prompt.astype("<u4", copy=False).tobytes()
-
-        def message(tokens: bytes) -> bytes:
-            return encode_match(self._session_id, head, tokens, peek=lookup.peek, request_id=request_id)
-
+        whole, message = match_message(self._session_id, head, lookup)
         return matched(self._body(wire.Method.Match, self._ask_by_growth(wire.Method.Match, message, whole, ends_at)))
 
     def new_id(self) -> int:
@@ -135,7 +124,7 @@ class WireLink:
         except UnavailableError:
             self._notice_end()
             raise
-        summary = self._parsed(pb.LoadResponse, answer).summary
+        summary = parsed(pb.LoadResponse, answer, self._address).summary
         if filled_bytes != summary.blocks * row_bytes:
             raise UnavailableError(f"{self._address} ended a load without all of its bytes")
         return summary.blocks
@@ -147,7 +136,7 @@ class WireLink:
         except UnavailableError:
             self._notice_end()
             raise
-        return self._parsed(pb.WriteResponse, answer).rows
+        return parsed(pb.WriteResponse, answer, self._address).rows
 
     def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""
@@ -159,60 +148,117 @@ class WireLink:
         self._pool.forget()
 
     def _body(self, method: wire.Method, answer: Answer) -> bytes:
-        """The message of an answer; raises the error that it is instead."""
-        header, body = answer
-        if header.kind is wire.Kind.RESPONSE:
-            return body
-        if header.kind is not wire.Kind.ERROR:
-            raise UnavailableError(f"{self._address} answered {method.name} with a frame of kind {header.kind.name}")
-        error = wire.decode_error(header.code, body, self._address)
-        if isinstance(error, UnknownSessionError):
+        try:
+            return body_of(method, answer, self._address)
+        except UnknownSessionError:
             self.close()
-        raise error
+            raise
 
     def _ask_by_growth(
         self, method: wire.Method, message: Callable[[bytes], bytes], whole: bytes, ends_at: float
     ) -> Answer:
-        """Ask about a prompt: by what is new in it, and if the server does not know the rest, by all of it.
-
-        `message` gives the request with the tokens it is given.
-        """
-        growth: Growth | None = None
-
-        def first(call_id: int) -> bytes:
-            nonlocal growth
-            growth = self._prompts.growth(whole)
-            if growth is None:
-                return encode_request(method, message(whole), call_id, ends_at)
-            return encode_grown_request(method, growth, message(growth.tail), call_id, ends_at)
-
-        def again(call_id: int) -> bytes:
-            assert growth is not None, "a prompt sent whole is known"
-            whole_growth = self._prompts.whole_again(growth, whole)
-            return encode_grown_request(method, whole_growth, message(whole), call_id, ends_at)
-
-        answer = self._exchange.ask(first, ends_at)
-        if answer[0].kind is wire.Kind.RESEND and growth is not None:
-            answer = self._exchange.ask(again, ends_at)
+        request = GrownRequest(self._prompts, method, message, whole, ends_at)
+        answer = self._exchange.ask(request.first, ends_at)
+        if request.is_wanted_again(answer):
+            answer = self._exchange.ask(request.again, ends_at)
         return answer
-
-    def _head_of_prompt(self, ns_id: bytes, root: Root | None) -> bytes:
-        require_root(root)
-        return block_pb2.Prompt(
-            ns_id=ns_id, root=convert.root_to_proto(root) if root is not None else None
-        ).SerializeToString()
-
-    def _parsed(self, response_type: type[P], body: bytes) -> P:
-        try:
-            return response_type.FromString(body)
-        except DecodeError as err:
-            raise UnavailableError(f"{self._address} sent no {response_type.__name__}: {err}") from err
 
     def _notice_end(self) -> None:
         """A transfer that broke off may be the first sign that the session is over."""
         self._exchange.check()
         if self._exchange.ended:
             self._pool.end()
+
+
+class GrownRequest:
+    """A request about a prompt: by what is new in it, and if the server does not know the rest, by all of it.
+
+    `message` gives the request with the tokens it is given. `first` and `again` are called in the order of sending.
+    """
+
+    def __init__(
+        self,
+        prompts: SentPrompts,
+        method: wire.Method,
+        message: Callable[[bytes], bytes],
+        whole: bytes,
+        ends_at: float,
+    ) -> None:
+        self._prompts = prompts
+        self._method = method
+        self._message = message
+        self._whole = whole
+        self._ends_at = ends_at
+        self._growth: Growth | None = None
+
+    def first(self, call_id: int) -> bytes:
+        """The frame to begin with."""
+        self._growth = growth = self._prompts.growth(self._whole)
+        if growth is None:
+            return encode_request(self._method, self._message(self._whole), call_id, self._ends_at)
+        return encode_grown_request(self._method, growth, self._message(growth.tail), call_id, self._ends_at)
+
+    def is_wanted_again(self, answer: Answer) -> bool:
+        """Whether the server asks for the whole."""
+        return answer[0].kind is wire.Kind.RESEND and self._growth is not None
+
+    def again(self, call_id: int) -> bytes:
+        """The frame that has all of it."""
+        assert self._growth is not None, "a prompt sent whole is known"
+        growth = self._prompts.whole_again(self._growth, self._whole)
+        return encode_grown_request(self._method, growth, self._message(self._whole), call_id, self._ends_at)
+
+
+def prompt_message(request: Message) -> tuple[bytes, Callable[[bytes], bytes]]:
+    """The tokens of a request of PROMPT_METHODS, and a function that gives it with other ones."""
+    prompt_request = cast("pb.LeaseRequest", request)
+
+    def message(tokens: bytes) -> bytes:
+        prompt_request.prompt.tokens = tokens
+        return prompt_request.SerializeToString()
+
+    return prompt_request.prompt.tokens, message
+
+
+def match_message(session_id: bytes, prompt_head: bytes, lookup: Lookup) -> tuple[bytes, Callable[[bytes], bytes]]:
+    """The same of a lookup, without an object of protobuf."""
+    request_id = lookup.request_id.encode()
+
+    def message(tokens: bytes) -> bytes:
+        return encode_match(session_id, prompt_head, tokens, peek=lookup.peek, request_id=request_id)
+
+    return lookup.prompt.astype("<u4", copy=False).tobytes(), message
+
+
+def new_prompt_heads() -> Callable[[bytes, Root | None], bytes]:
+    """A function that gives the bytes of a Prompt without tokens, and remembers those it gave last."""
+
+    @lru_cache(maxsize=_ROOTS_REMEMBERED)
+    def head(ns_id: bytes, root: Root | None) -> bytes:
+        require_root(root)
+        return block_pb2.Prompt(
+            ns_id=ns_id, root=convert.root_to_proto(root) if root is not None else None
+        ).SerializeToString()
+
+    return head
+
+
+def body_of(method: wire.Method, answer: Answer, peer: str) -> bytes:
+    """The message of an answer; raises the error that it is instead."""
+    header, body = answer
+    if header.kind is wire.Kind.RESPONSE:
+        return body
+    if header.kind is not wire.Kind.ERROR:
+        raise UnavailableError(f"{peer} answered {method.name} with a frame of kind {header.kind.name}")
+    raise wire.decode_error(header.code, body, peer)
+
+
+def parsed(response_type: type[P], body: bytes, peer: str) -> P:
+    """The message that was sent. Raises UnavailableError if it is none."""
+    try:
+        return response_type.FromString(body)
+    except DecodeError as err:
+        raise UnavailableError(f"{peer} sent no {response_type.__name__}: {err}") from err
 
 
 def encode_request(method: wire.Method, body: bytes, call_id: int, ends_at: float) -> bytes:
