@@ -155,7 +155,7 @@ class Client:
     def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
         """A page of the server's event log; waits in steps, so that no single call is long."""
         plans.check_events(after, limit, wait_seconds)
-        step_seconds = min(_EVENT_WAIT_SECONDS_MAX, self._deadlines.control_seconds / 2)
+        step_seconds = event_step_seconds(self._deadlines)
         ends_at = time.monotonic() + wait_seconds
         while True:
             rest_seconds = max(0.0, ends_at - time.monotonic())
@@ -230,3 +230,8 @@ def connect(
 def chosen_deadlines(**seconds: float | None) -> Deadlines:
     """The defaults, but for what is not None."""
     return replace(DEFAULT_DEADLINES, **{name: value for name, value in seconds.items() if value is not None})
+
+
+def event_step_seconds(deadlines: Deadlines) -> float:
+    """How long one call waits for events, so that its answer comes within its deadline."""
+    return min(_EVENT_WAIT_SECONDS_MAX, deadlines.control_seconds / 2)

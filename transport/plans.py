@@ -55,7 +55,8 @@ _VERIFY = Rpc(ADMIN, "Verify", admin_pb.VerifyResponse)
 class Plan(NamedTuple, Generic[R, T]):
     """One call: `request` takes the session's id and that of `namespace` (empty if there is none).
 
-    `repeatable` says that the call may be made again when the connection was lost and nobody knows what became of it.
+    `repeatable` says that the call may be made again when the connection was lost and nobody knows what became of it,
+    `is_large` that reading the answer may take a millisecond.
     """
 
     rpc: Rpc[R]
@@ -64,6 +65,7 @@ class Plan(NamedTuple, Generic[R, T]):
     request: Callable[[bytes, bytes], Message]
     read: Callable[[R], T]
     repeatable: bool = True
+    is_large: bool = False
 
 
 def pin(
@@ -157,6 +159,7 @@ def read_events(after: int, limit: int, wait_seconds: float) -> Plan[pb.ReadEven
         None,
         lambda _session, _ns: request,
         lambda answer: convert.page_from_proto(answer.page),
+        is_large=True,
     )
 
 
