@@ -84,13 +84,14 @@ class LoopThreads:
 
     async def bulk(self, function: Callable[[], T], cancel: Callable[[], None], ends_at: float) -> T:
         """Run a transfer. One that is cancelled is broken off by `cancel`, and has really ended when this returns."""
-        transfer = asyncio.get_running_loop().run_in_executor(self._bulk, function)
+        job = self._bulk.submit(function)
+        transfer = asyncio.wrap_future(job)
         try:
             async with asyncio.timeout(_left(ends_at) + _GRACE_SECONDS):
                 try:
                     return await asyncio.shield(transfer)
                 except asyncio.CancelledError:
-                    if not transfer.cancel():
+                    if not job.cancel():
                         cancel()
                     await _ended(transfer)
                     raise
