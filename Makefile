@@ -29,6 +29,7 @@ help:
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
 	@echo 'make gpu           on a machine with a CUDA GPU: its tests, and what copies cost'
 	@echo 'make protos        regenerate the code of protos/'
+	@echo 'make baseline      at a release: what protos/ may not break from then on'
 	@echo 'make clean         remove what was built, but not .venv'
 
 dev: $(STAMPS)/install
@@ -74,10 +75,16 @@ types: dev
 layers: dev
 	$(BIN)/lint-imports --no-cache
 
+# What was released is protos/baseline: fields may be added to it, and nothing of it changed.
+BASELINE := protos/baseline/kvstore-v1.binpb
 lint-protos:
-	@if ! command -v npx >/dev/null; then echo 'buf lint: skipped, npx is not installed'; \
-	elif ! $(BUF) --version >/dev/null 2>&1; then echo 'buf lint: skipped, the package @bufbuild/buf cannot be had'; \
-	else echo 'buf lint'; $(BUF) lint; fi
+	@if ! command -v npx >/dev/null; then echo 'buf: skipped, npx is not installed'; \
+	elif ! $(BUF) --version >/dev/null 2>&1; then echo 'buf: skipped, the package @bufbuild/buf cannot be had'; \
+	else echo 'buf lint'; $(BUF) lint && echo 'buf breaking' && $(BUF) breaking --against $(BASELINE); fi
+
+.PHONY: baseline
+baseline:
+	$(BUF) build --exclude-source-info -o $(BASELINE)
 
 protos: dev
 	$(call generate_protos,protos)
