@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress
-    from kvstore.transport.link import Lookup, Rpc
+    from kvstore.transport.link import Link, Lookup, Rpc
     from kvstore.transport.wire_exchange import Answer
     from kvstore.types import Namespace
 
@@ -290,14 +290,13 @@ class WireAsyncLink:
 
 
 class ThreadedLink:
-    """gRPC: its calls wait in threads."""
+    """A link for threads, gRPC's: its calls wait in some."""
 
-    lane = "grpc"
-
-    def __init__(self, connection: Connection, threads: LoopThreads) -> None:
+    def __init__(self, connection: Link, threads: LoopThreads) -> None:
+        self.lane = connection.lane
+        self.session = connection.session
         self._connection = connection
         self._threads = threads
-        self.session = connection.session
 
     @property
     def ended(self) -> bool:

@@ -215,8 +215,10 @@ class Exchange:
                 left_seconds = ends_at - time.monotonic()
                 if left_seconds <= 0:
                     raise self._late()
-                if left_seconds >= _STEP_SECONDS or self._ready(select.POLLIN, left_seconds):
-                    self._read_some()
+                if left_seconds >= _STEP_SECONDS:
+                    self._read_some(0)
+                elif not self._read_some(socket.MSG_DONTWAIT):
+                    self._ready(select.POLLIN, left_seconds)
         except wire.WireFormatError as err:
             self.end()
             raise UnavailableError(f"{self._peer} sent what is no answer: {err}") from err
@@ -231,12 +233,12 @@ class Exchange:
                 self._reading = False
                 self._pass_on()
 
-    def _read_some(self) -> None:
-        """Read once and hand out what is whole; nothing is read if the time of the system call passes first."""
+    def _read_some(self, flags: int) -> bool:
+        """Read once and hand out what is whole; false if nothing comes before the time of the system call is over."""
         try:
-            received_bytes = self._socket.recv_into(self._view[self._end :])
+            received_bytes = self._socket.recv_into(self._view[self._end :], 0, flags)
         except BlockingIOError:
-            return
+            return False
         if not received_bytes:
             raise ConnectionError("connection closed")
         self._end += received_bytes
@@ -246,7 +248,7 @@ class Exchange:
             body_end = body_begin + header.body_bytes
             if body_end > self._end:
                 self._make_room(wire.HEADER_BYTES + header.body_bytes)
-                return
+                return True
             self._hand_out(header, bytes(self._view[body_begin:body_end]))
             self._begin = body_end
         if self._begin == self._end:
@@ -256,6 +258,7 @@ class Exchange:
                 self._view = memoryview(self._buffer)
         elif self._end == len(self._buffer):
             self._make_room(wire.HEADER_BYTES)
+        return True
 
     def _make_room(self, frame_bytes: int) -> None:
         if self._begin + frame_bytes > len(self._buffer):

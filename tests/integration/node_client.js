@@ -56,7 +56,7 @@ async function use(client, call, sessionId) {
   const refused = await call('match', { sessionId, prompt: { nsId: Buffer.alloc(3), tokens: prompt.tokens } })
     .then(() => 'answered', (error) => error.metadata.get('kvstore-error')[0]);
   return {
-    before: before.blocks, staged: staged.blocks, rows, committed: committed.blocks, after: after.blocks,
+    before: before.blocks || 0, staged: staged.blocks, rows, committed: committed.blocks, after: after.blocks,
     leased: leased.blocks, loaded: loaded.blocks, equal: loaded.bytes.equals(bytes), refused,
   };
 }
