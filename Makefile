@@ -18,7 +18,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full bench gpu check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full bench soak gpu check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -27,6 +27,7 @@ help:
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
+	@echo 'make soak          ten minutes of load on a sidecar, which must not grow'
 	@echo 'make gpu           on a machine with a CUDA GPU: its tests, and what copies cost'
 	@echo 'make protos        regenerate the code of protos/'
 	@echo 'make baseline      at a release: what protos/ may not break from then on'
@@ -58,6 +59,10 @@ bench: dev
 	$(BIN)/python bench/bench_transport.py --json bench/results/transport.json
 	$(BIN)/python bench/bench_radix.py --json bench/results/radix-16-100k.json
 	$(BIN)/python bench/bench_radix.py --blocks 1000000 --json bench/results/radix-16-1m.json
+
+# Ten minutes of load: the server's memory, files and threads must stay as they are.
+soak: dev
+	KVSTORE_SOAK_SECONDS=600 $(BIN)/pytest tests/integration/test_soak.py -m slow -o timeout=900
 
 # GPU_PYTHON names another Python that has kvstore, torch with CUDA, CuPy and pytest.
 GPU_PYTHON ?= $(BIN)/python

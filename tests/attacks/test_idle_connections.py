@@ -1,4 +1,4 @@
-"""10,000 connections that say hello and nothing more cost little; the server answers others and refuses what is over."""
+"""10,000 connections that say hello and no more cost little; the server answers others and refuses what is over."""
 
 from __future__ import annotations
 
