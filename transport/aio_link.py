@@ -343,7 +343,11 @@ async def open_async_link(address: UnixAddress | TcpAddress, threads: LoopThread
             return await _open_wire(address, threads, ends_at)
         except NoFastLaneError:
             pass
-    return ThreadedLink(await threads.made(partial(Connection, address, ends_at), Connection.close), threads)
+    return ThreadedLink(await threads.made(partial(_open_grpc, address, ends_at), lambda link: link.close()), threads)
+
+
+def _open_grpc(address: UnixAddress | TcpAddress, ends_at: float) -> Link:
+    return Connection(address, ends_at)
 
 
 async def _open_wire(address: UnixAddress | TcpAddress, threads: LoopThreads, ends_at: float) -> WireAsyncLink:
