@@ -241,7 +241,8 @@ class AsyncClient:
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
     ) -> Pin:
         """Protect a stored prefix from eviction."""
-        return await self._run(plans.pin(namespace, await self._prompt(tokens), root, ttl_seconds))
+        prompt = await self._prompt(tokens)
+        return await self._run(plans.pin(namespace, prompt, root, ttl_seconds), prompt.size)
 
     async def unpin(self, pin_id: int) -> bool:
         """End a pin."""
@@ -251,7 +252,8 @@ class AsyncClient:
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, seconds: float | None
     ) -> int:
         """Tell when a prompt will be used again; None says never."""
-        return await self._run(plans.hint(namespace, await self._prompt(tokens), root, seconds))
+        prompt = await self._prompt(tokens)
+        return await self._run(plans.hint(namespace, prompt, root, seconds), prompt.size)
 
     async def end_session(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> int:
         """Say that a conversation is over."""
@@ -261,7 +263,8 @@ class AsyncClient:
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0
     ) -> int:
         """Drop a prefix from `from_block` on."""
-        return await self._run(plans.evict(namespace, await self._prompt(tokens), root, from_block))
+        prompt = await self._prompt(tokens)
+        return await self._run(plans.evict(namespace, prompt, root, from_block), prompt.size)
 
     async def clear(self, namespace: Namespace) -> int:
         """Drop all blocks of a namespace."""
@@ -312,10 +315,13 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _run(self, plan: Plan[R, T]) -> T:
+    async def _run(self, plan: Plan[R, T], prompt_tokens: int = 0) -> T:
         async def attempt(link: AsyncLink, ends_at: float) -> R:
             ns_id = b"" if plan.namespace is None else await link.ns_id(plan.namespace, ends_at)
-            return await link.call(plan.rpc, plan.request(link.session.session_id, ns_id), ends_at)
+            make = partial(plan.request, link.session.session_id, ns_id)
+            is_long = prompt_tokens > _BUFFER_TOKENS_MAX
+            request = await self._keeper.threads.short(make) if is_long else make()
+            return await link.call(plan.rpc, request, ends_at)
 
         again = attempt if plan.repeatable else None
         answer = await self._keeper.run(attempt, self._deadlines.of(plan.wait), again)

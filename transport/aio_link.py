@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvstore.types import Namespace
 
 T = TypeVar("T")
-# Parsing a message of that size may take a millisecond, so a thread does it.
+# To make or parse a message of that size may take a millisecond, so a thread does it.
 _LARGE_BYTES = 64 * 1024
 _SHORT_THREADS = 8
 # How long after its deadline a call in a thread may take to say that it was late.
@@ -215,7 +215,8 @@ class WireAsyncLink:
             whole, message = prompt_message(request)
             answer = await self._ask_by_growth(method, message, whole, ends_at)
         else:
-            body = request.SerializeToString()
+            is_large = request.ByteSize() > _LARGE_BYTES
+            body = await self._threads.short(request.SerializeToString) if is_large else request.SerializeToString()
             answer = await self._exchange.ask(lambda call_id: encode_request(method, body, call_id, ends_at), ends_at)
         body = self._body(method, answer)
         parse = partial(parsed, rpc.response, body, self._peer)
