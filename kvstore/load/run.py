@@ -8,7 +8,7 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import kvstore
 from kvstore.errors import ConfigError, UnavailableError
@@ -16,6 +16,7 @@ from kvstore.load.worker import Tally, run_clients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
     from kvstore.load.plan import LoadPlan
 
@@ -108,11 +109,12 @@ def _run_processes(
                 report.samples.append(sample())
             progress(passed / plan.seconds)
             time.sleep(min(_STEP_SECONDS, plan.seconds - passed))
-        for process, receiving in running:
-            if receiving.poll(_END_SECONDS) and process.is_alive():
-                report.tally.merge(receiving.recv())
-            else:
+        for _, receiving in running:
+            tally = _told(receiving)
+            if tally is None:
                 report.lost_processes += 1
+            else:
+                report.tally.merge(tally)
     finally:
         for process, receiving in running:
             process.join(1.0)
@@ -121,6 +123,14 @@ def _run_processes(
             receiving.close()
     if sample is not None:
         report.samples.append(sample())
+
+
+def _told(receiving: Connection) -> Tally | None:
+    """What a process tells in the end; None if it ends without a word, or goes on for much too long."""
+    try:
+        return cast("Tally", receiving.recv()) if receiving.poll(_END_SECONDS) else None
+    except EOFError:
+        return None
 
 
 def _share(plan: LoadPlan, index: int) -> range:
