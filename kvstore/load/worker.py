@@ -153,8 +153,8 @@ def tallies_of(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 def run_clients(plan: LoadPlan, indices: range, told: Connection) -> None:
     """Run some clients, each in a thread, and send their tally: what a process of the load does."""
-    ends_at = time.monotonic() + plan.seconds
     clients = [LoadClient(plan, index) for index in indices]
+    ends_at = time.monotonic() + plan.seconds  # the first client has waited for all that is imported
     threads = [threading.Thread(target=client.run_until, args=(ends_at,)) for client in clients]
     for thread in threads:
         thread.start()
