@@ -166,12 +166,12 @@ def measure_lookups(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float) 
     prompt = np.arange(TOKENS, dtype=np.uint32)
     grown = [np.concatenate([prompt, np.arange(16 * turn, dtype=np.uint32)]) for turn in range(1, 200)]
     others = [np.arange(TOKENS, dtype=np.uint32) + TOKENS * (turn + 1) for turn in range(FORGOTTEN)]
-    with kvstore.connect(sidecar.unix) as client:
+    with kvstore.connect(sidecar.unix, lookup_seconds=5.0) as client:
         for one in (prompt, *others):
             store(client, LOOKUPS, one)
             assert client.match(LOOKUPS, one).blocks == TOKENS // 16
     for carrier, address in (("unix", sidecar.unix), ("tcp", sidecar.tcp)):
-        with kvstore.connect(address) as client:
+        with kvstore.connect(address, lookup_seconds=5.0) as client:
             for what, prompts, request_bytes in (
                 ("known prompt", [prompt], KNOWN_BYTES),
                 ("grown prompt", grown, GROWN_BYTES),
@@ -186,7 +186,10 @@ def measure_lookups(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float) 
 
 def measure_grpc_lookups(rows: Rows, sidecar: Sidecar, prompts: list[np.ndarray], seconds: float) -> None:
     """What passing gRPC's connections on costs them."""
-    with kvstore.connect(f"grpc+{sidecar.unix}") as passed, kvstore.connect(sidecar.grpc_unix) as alone:
+    with (
+        kvstore.connect(f"grpc+{sidecar.unix}", lookup_seconds=5.0) as passed,
+        kvstore.connect(sidecar.grpc_unix, lookup_seconds=5.0) as alone,
+    ):
         through, direct = alternate(seconds, lookup_of(passed, prompts), lookup_of(alone, prompts))
     ratio = round(statistics.median(through) / statistics.median(direct), 2)
     rows.keep(op="match", lane="grpc, shared address", carrier="unix", **spread(through), alone_ratio=ratio)
@@ -202,7 +205,7 @@ import kvstore
 address, threads, seconds = sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 prompt = np.arange(TOKENS, dtype=np.uint32)
 counts = []
-with kvstore.connect(address) as client:
+with kvstore.connect(address, lookup_seconds=5.0) as client:
     client.match(LOOKUPS, prompt)
     until = time.perf_counter() + seconds
     def work():
@@ -233,7 +236,7 @@ def measure_beside_bulk(rows: Rows, sidecar: Sidecar, seconds: float) -> None:
     command = [sys.executable, str(Path(__file__)), "--traffic", sidecar.unix]
     prompt = np.arange(TOKENS, dtype=np.uint32)
     with ExitStack() as stack:
-        client = stack.enter_context(kvstore.connect(sidecar.unix))
+        client = stack.enter_context(kvstore.connect(sidecar.unix, lookup_seconds=5.0))
         started = [stack.enter_context(process(*command, kind)) for kind in ("load", "store")]
         outputs = [one.stdout for one in started if one.stdout is not None]
         for output in outputs:
@@ -255,7 +258,7 @@ def traffic(address: str, kind: str) -> None:
 
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    with kvstore.connect(address) as client:
+    with kvstore.connect(address, lookup_seconds=5.0) as client:
         step = _loading(client) if kind == "load" else _storing(client)
         amount = step()
         print("ready", flush=True)
@@ -359,7 +362,10 @@ def measure_bulk(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float) -> 
             return time.perf_counter() - start
 
         for block_bytes in BLOCK_BYTES:
-            with kvstore.connect(wire_address) as wire, kvstore.connect(grpc_address) as grpc:
+            with (
+                kvstore.connect(wire_address, lookup_seconds=5.0) as wire,
+                kvstore.connect(grpc_address, lookup_seconds=5.0) as grpc,
+            ):
                 lanes = {"wire": Bulk(wire, block_bytes, source, target)}
                 lanes["grpc"] = Bulk(grpc, block_bytes, source, target)
                 for op, plain in (("load", floor_load), ("store", floor_store)):

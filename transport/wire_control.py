@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvstore.v1 import cache_service_pb2 as pb
 
 _BUFFER_BYTES = 64 * 1024
+# Of a connection on which nothing longer has come yet.
+_IDLE_BUFFER_BYTES = 2 * 1024
 _FIRST_BODY_BYTES_MAX = 4096
 _OK = grpc.StatusCode.OK.name
 
@@ -45,7 +47,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
         self._prompts = PromptMemory(lane.state.limits.prompt_bytes_per_session, lane.prompt_budget)
-        self._buffer = bytearray(_BUFFER_BYTES)
+        self._buffer = bytearray(_IDLE_BUFFER_BYTES)
         self._begin = 0
         self._end = 0
         self._calls: dict[int, asyncio.Task[None]] = {}

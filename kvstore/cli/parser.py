@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_looking(commands)
     _add_changing(commands)
     _add_replay(commands)
+    _add_bench(commands)
     _add_config(commands)
     return parser
 
@@ -125,6 +126,27 @@ def _add_replay(commands: Commands) -> None:
     replay.add_argument("--parquet", metavar="FILE", help="write the rows there too (extra `replay`)")
     replay.add_argument("--plot", metavar="FILE", help="hit rate over capacity as .png or .svg (extra `plot`)")
     _add_json(replay)
+
+
+def _add_bench(commands: Commands) -> None:
+    bench = commands.add_parser("bench", help="Measure a running sidecar.", description="Measure a running sidecar.")
+    parts = bench.add_subparsers(required=True, metavar="COMMAND")
+    load = _add(parts, "load", "bench:load", "Lookups, loads and stores from many clients, and what they took.")
+    load.add_argument("--address", help="the sidecar's address (default: the setting `address`)")
+    load.add_argument("--clients", metavar="COUNT", type=int, default=4, help="clients, a thread each (default 4)")
+    load.add_argument("--processes", metavar="COUNT", type=int, default=1, help="processes they share (default 1)")
+    load.add_argument("--seconds", metavar="DURATION", default="10s", help="how long, such as 10m (default 10s)")
+    load.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="of the clients' dice (default 0)")
+    load.add_argument(
+        "--mix", metavar="NAME=SHARE,...", default="match=8,load=1,store=1", help="operations (default %(default)s)"
+    )
+    load.add_argument("--prompts", metavar="COUNT", type=int, default=64, help="prompts that are shared (default 64)")
+    load.add_argument("--prompt-tokens", metavar="COUNT", type=int, default=2048, help="of each (default 2048)")
+    load.add_argument("--block-tokens", metavar="COUNT", type=int, default=16, help="tokens of a block (default 16)")
+    load.add_argument("--block-bytes", metavar="SIZE", default="32KiB", help="bytes of a block (default 32KiB)")
+    load.add_argument("--metrics", metavar="HOST:PORT", help="the sidecar's metrics page, to watch its memory")
+    load.add_argument("--pid", metavar="PID", type=int, help="the sidecar's process, to watch its memory and files")
+    _add_json(load)
 
 
 def _add_config(commands: Commands) -> None:

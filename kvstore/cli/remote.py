@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvstore.types import PrefixMatch, StoreStats
 
 _FOLLOW_SECONDS = 2.0
+# People wait longer than engines.
+_LOOKUP_SECONDS = 5.0
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -164,7 +166,7 @@ def events(arguments: argparse.Namespace) -> int:
 
 
 def _connect(arguments: argparse.Namespace) -> Client:
-    return kvstore.connect(_address(arguments))
+    return kvstore.connect(_address(arguments), lookup_seconds=_LOOKUP_SECONDS)
 
 
 def _address(arguments: argparse.Namespace) -> str:
