@@ -24,6 +24,7 @@ from kvstore.errors import (
     PermissionDeniedError,
     StorageError,
     StorageFormatError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from kvstore.types import (
@@ -75,6 +76,7 @@ __all__ = [
     "StoreStats",
     "Tier",
     "TierStats",
+    "UnauthenticatedError",
     "UnavailableError",
     "Verification",
     "connect",

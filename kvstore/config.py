@@ -32,7 +32,8 @@ _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
 _SECONDS_MAX = 30 * 86400
-# Those of kvstore.radix, which is too high up to be imported here.
+# Those of kvstore.transport and kvstore.radix, which are too high up to be imported here.
+ROLE_WORDS = ("read", "write", "admin")
 EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
 
 
@@ -46,6 +47,7 @@ class Kind(enum.Enum):
     FACTOR = "factor"
     TEXT = "text"
     LIST = "list"
+    SWITCH = "switch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,12 @@ class ServerConfig:
     """Where the sidecar answers and how it stops."""
 
     listen: tuple[str, ...] = _setting(
-        (DEFAULT_ADDRESS,), Kind.LIST, "Addresses to serve on: unix:///path, or host:port on loopback (port 0: any)."
+        (DEFAULT_ADDRESS,),
+        Kind.LIST,
+        "Addresses to serve on: unix:///path, host:port on loopback, tls://host:port (port 0: any).",
     )
+    unix_mode: str = _setting("0600", Kind.TEXT, "Mode of Unix sockets, octal; 0660 lets server.unix_group in.")
+    unix_group: str = _setting("", Kind.TEXT, "Group of Unix sockets, by name or number; empty: the server's own.")
     metrics_address: str = _setting(
         "", Kind.TEXT, "host:port of the Prometheus page /metrics, on loopback (port 0: any); empty: no page."
     )
@@ -166,6 +172,19 @@ class LimitsConfig:
     long_calls: int = _limit(16, "Flushes, evictions, clears and checks at a time.")
     event_readers: int = _limit(32, "Readers that wait for events at a time.")
     pin_tokens: int = _limit(2**20, "Tokens of one pinned prompt.")
+    prompt_tokens: int = _limit(4 * 2**20, "Tokens of one prompt, whatever is asked about it.")
+    calls_per_tenant: int = _limit(1024, "Calls that the clients of one tenant have under way.")
+    leases_per_tenant: int = _limit(4096, "Leases that the clients of one tenant hold.")
+    stages_per_tenant: int = _limit(1024, "Stores that the clients of one tenant have begun and not ended.")
+    leased_bytes_per_tenant: int = _setting(
+        0,
+        Kind.SIZE,
+        "Bytes that the leases of one tenant protect, each lease counted in full; 0: no limit.",
+        maximum=_SIZE_BYTES_MAX,
+    )
+    calls_per_second_per_tenant: int = _setting(
+        0, Kind.COUNT, "Calls of one tenant that begin in a second; 0: no limit.", maximum=2**31 - 1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +241,60 @@ class TenantConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """TLS of the addresses tls://. Files that change are read again for new connections."""
+
+    cert: str = _setting("", Kind.TEXT, "PEM file with the server's certificate and those between it and its CA.")
+    key: str = _setting("", Kind.TEXT, "PEM file with the key of tls.cert; others may not read it.")
+    client_ca: str = _setting("", Kind.TEXT, "PEM file with the CA whose client certificates are believed.")
+    require_client_cert: bool = _setting(False, Kind.SWITCH, "Whether a client without a certificate is sent away.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JwtConfig:
+    """Tokens of an issuer, JSON Web Tokens; issuer, audience and jwks go together (extra `jwt`)."""
+
+    issuer: str = _setting("", Kind.TEXT, "Who must have issued a JWT (`iss`).")
+    audience: str = _setting("", Kind.TEXT, "Whom a JWT must be meant for (`aud`).")
+    jwks: str = _setting("", Kind.TEXT, "The issuer's public keys: a file, or an https URL.")
+    algorithms: tuple[str, ...] = _setting(
+        ("RS256", "ES256", "EdDSA"), Kind.LIST, "How a JWT may be signed; with published keys only."
+    )
+    tenant_claim: str = _setting("kvstore_tenant", Kind.TEXT, "Claim with the tenant of a JWT; `*`: every tenant.")
+    role_claim: str = _setting("kvstore_role", Kind.TEXT, "Claim with the role of a JWT: read, write or admin.")
+    leeway_seconds: float = _setting(
+        30.0, Kind.DURATION, "How far the issuer's clock may be from this machine's.", maximum=600
+    )
+    refresh_seconds: float = _setting(
+        300.0, Kind.DURATION, "How often keys are fetched again from a URL.", minimum=1, maximum=86400
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthConfig:
+    """Who gets in. With a file or an issuer, nobody does without a token or a certificate that is known."""
+
+    file: str = _setting("", Kind.TEXT, "Access file: hashes of tokens and names of certificates, tenants and roles.")
+    local_role: str = _setting(
+        "write",
+        Kind.TEXT,
+        "Without a file or an issuer: the role of all but the server's own user on a Unix socket, who is admin.",
+        choices=ROLE_WORDS,
+    )
+    jwt: JwtConfig = field(default_factory=JwtConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """What commands show the sidecar that they ask."""
+
+    tls_ca: str = _setting("", Kind.TEXT, "PEM file with the CA of the sidecar's certificate; empty: the system's.")
+    tls_cert: str = _setting("", Kind.TEXT, "PEM file with the certificate of a command.")
+    tls_key: str = _setting("", Kind.TEXT, "PEM file with the key of client.tls_cert.")
+    token_file: str = _setting("", Kind.TEXT, "File with the token of a command; others may not read it.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EventsConfig:
     """The event log."""
 
@@ -252,7 +325,10 @@ class Config:
 
     address: str = _setting(DEFAULT_ADDRESS, Kind.TEXT, "Where commands such as `kvstore stats` find the sidecar.")
     data_dir: str = _setting("", Kind.TEXT, "Folder for everything that outlives the process; empty: no disk tier.")
+    client: ClientConfig = field(default_factory=ClientConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -327,6 +403,8 @@ def format_value(setting: Setting, value: object) -> str:
         return f"auto ({setting.rule.auto})"
     if isinstance(value, tuple):
         return ",".join(value)
+    if setting.rule.kind is Kind.SWITCH:
+        return "true" if value else "false"
     if setting.rule.kind is Kind.SIZE and isinstance(value, int):
         return format_size(value)
     if setting.rule.kind is Kind.DURATION:
@@ -489,6 +567,14 @@ def _as_count(value: object) -> int:
     return int(text)
 
 
+def _as_switch(value: object) -> bool:
+    if value in ("true", "false"):
+        return value == "true"
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
 def _as_text(value: object, expected: str = "a text") -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected {expected}")
@@ -512,6 +598,7 @@ _PARSERS: dict[Kind, Callable[[object], object]] = {
     Kind.FACTOR: _as_factor,
     Kind.TEXT: _as_text,
     Kind.LIST: _as_list,
+    Kind.SWITCH: _as_switch,
 }
 
 

@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from grpc_health.v1 import health_pb2
 
-from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, UnavailableError
+from kvstore.errors import (
+    ClosedError,
+    ConfigError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from kvstore.tokens import as_token_array
 from kvstore.transport import convert
 from kvstore.transport.address import parse_address
 from kvstore.transport.connection import Connection
+from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.link import CACHE, Deadlines, Lookup
 from kvstore.transport.remote import RemoteLease, RemoteStage
 from kvstore.transport.wire_dial import NoFastLaneError
@@ -235,7 +242,7 @@ class Client:
         connection = self._connect()
         try:
             return attempt(connection)
-        except UnavailableError:
+        except (UnavailableError, UnauthenticatedError):
             if not connection.ended or time.monotonic() > soon:
                 raise
         return attempt(self._connect())
@@ -280,8 +287,22 @@ class Client:
         return min(_EVENT_WAIT_SECONDS_MAX, self._deadlines.control_seconds / 2)
 
 
-def connect(address: str, *, control_seconds: float = 5.0, bulk_seconds: float = 60.0) -> Client:
-    """A client of the server at `address`: unix:///path, grpc+unix:///path, grpc://host:port or host:port.
+def connect(
+    address: str,
+    *,
+    control_seconds: float = 5.0,
+    bulk_seconds: float = 60.0,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
+) -> Client:
+    """A client of the server at `address`: unix:///path, tls://host:port, host:port, or with gRPC alone grpc+unix:///path,
+    grpc+tls://host:port, grpc://host:port.
+
+    With TLS the server's certificate must be of the CA in the PEM file `tls_ca`, or of one that the system trusts, and
+    name the host; `tls_cert` and `tls_key` are the client's own. `token_file` has the token that says who calls. All
+    are read again for each new connection.
 
     Connects at the first call only, which raises UnavailableError if the server cannot be reached. `control_seconds`
     bounds a lookup and the like, `bulk_seconds` one load or write, flush, evict, clear or verify. Raises ConfigError
@@ -290,7 +311,8 @@ def connect(address: str, *, control_seconds: float = 5.0, bulk_seconds: float =
     for name, seconds in (("control_seconds", control_seconds), ("bulk_seconds", bulk_seconds)):
         if not 0 < seconds < 1e6:
             raise ConfigError(f"{name} is {seconds!r}, expected more than 0 and less than 1e6")
-    return Client(parse_address(address), Deadlines(control_seconds, bulk_seconds))
+    credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
+    return Client(with_credentials(parse_address(address), credentials), Deadlines(control_seconds, bulk_seconds))
 
 
 def _check_range(value: int, highest: int, name: str) -> None:

@@ -13,8 +13,10 @@ import grpc
 import numpy as np
 
 from kvstore import __version__
-from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.errors import KvstoreError, UnauthenticatedError, UnavailableError
 from kvstore.transport import convert, frames
+from kvstore.transport.address import TcpAddress
+from kvstore.transport.credentials import Credentials
 from kvstore.transport.link import CACHE, Matched, OpenNamespaces
 from kvstore.transport.rows import whole_rows_bytes
 from kvstore.transport.status import ERROR_KEY, UnknownSessionError, error_of
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from numpy.typing import NDArray
 
-    from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.address import UnixAddress
     from kvstore.transport.link import Deadlines, Lookup
     from kvstore.types import Namespace
 
@@ -55,14 +57,15 @@ class Connection:
     def __init__(self, address: UnixAddress | TcpAddress, deadlines: Deadlines) -> None:
         self.deadlines = deadlines
         self._address = str(address)
-        self._channel: Any = grpc.insecure_channel(address.target, options=_OPTIONS)
+        self._metadata = address.credentials.metadata() if address.credentials is not None else ()
+        self._channel: Any = _channel(address)
         self._ended = threading.Event()
         self._greeting: Future[pb.SessionResponse] = Future()
         self._ids = count(1)
         self._namespaces = OpenNamespaces()
         self._callables: dict[str, Any] = {}  # by path, only ever added to; making one takes 20 us
         self._stream = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)(
-            self._session_requests()
+            self._session_requests(), metadata=self._metadata
         )
         self._follower = threading.Thread(target=self._follow_session, name="kvstore-session", daemon=True)
         self._follower.start()
@@ -113,7 +116,7 @@ class Connection:
         """Send a call that ends what we may or may not hold, without waiting. If it fails, the session is ended."""
         if not self.ended:
             call = self._callable(self._channel.unary_unary, service, method, response_type).future(
-                request, timeout=self.deadlines.control_seconds
+                request, timeout=self.deadlines.control_seconds, metadata=self._metadata
             )
             call.add_done_callback(self._end_unless_ok)
 
@@ -122,7 +125,7 @@ class Connection:
         self._check_open()
         with self._translated():
             stream = self._callable(self._channel.unary_stream, CACHE, "Load", pb.LoadResponse)(
-                request, timeout=self.deadlines.bulk_seconds
+                request, timeout=self.deadlines.bulk_seconds, metadata=self._metadata
             )
             try:
                 summary, filled_bytes = self._receive(stream, target)
@@ -138,7 +141,8 @@ class Connection:
         self._check_open()
         with self._translated():
             write = self._callable(self._channel.stream_unary, CACHE, "Write", pb.WriteResponse)
-            response = write(self._write_requests(start, source), timeout=self.deadlines.bulk_seconds)
+            requests = self._write_requests(start, source)
+            response = write(requests, timeout=self.deadlines.bulk_seconds, metadata=self._metadata)
             return int(response.rows)
 
     def ns_id(self, namespace: Namespace) -> bytes:
@@ -165,7 +169,7 @@ class Connection:
         self._check_open()
         with self._translated():
             response: R = self._callable(self._channel.unary_unary, service, method, response_type)(
-                request, timeout=seconds
+                request, timeout=seconds, metadata=self._metadata
             )
             return response
 
@@ -217,7 +221,7 @@ class Connection:
         metadata = tuple(err.trailing_metadata() or ())
         error = error_of(err.code(), err.details() or "", metadata, self._address)
         lost = err.code() is grpc.StatusCode.UNAVAILABLE and ERROR_KEY not in dict(metadata)
-        if lost or isinstance(error, UnknownSessionError):
+        if lost or isinstance(error, (UnknownSessionError, UnauthenticatedError)):
             self._end()
         return error
 
@@ -228,3 +232,10 @@ class Connection:
     def _end(self) -> None:
         self._ended.set()
         self._stream.cancel()
+
+
+def _channel(address: UnixAddress | TcpAddress) -> Any:  # noqa: ANN401  # grpc has no types
+    if isinstance(address, TcpAddress) and address.tls:
+        credentials = address.credentials or Credentials()
+        return grpc.secure_channel(address.target, credentials.channel(), options=_OPTIONS)
+    return grpc.insecure_channel(address.target, options=_OPTIONS)

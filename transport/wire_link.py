@@ -58,7 +58,8 @@ class WireLink:
         self._exchange = Exchange(connected, self._address, deadlines.control_seconds)
         self._prompts = SentPrompts(hello.prompt_bytes)  # used by who is sending
         try:
-            request = pb.SessionRequest(client_version=__version__)
+            token = address.credentials.token() if address.credentials is not None else ""
+            request = pb.SessionRequest(client_version=__version__, token=token)
             self.session = self._call(wire.Method.Session, request, pb.SessionResponse, deadlines.control_seconds)
         except BaseException:
             self._exchange.end()

@@ -128,7 +128,15 @@ def events(arguments: argparse.Namespace) -> int:
 
 
 def _connect(arguments: argparse.Namespace) -> Client:
-    return kvstore.connect(_address(arguments))
+    settings = asdict(load_config().config.client)
+    files = {name: getattr(arguments, name) or value or None for name, value in settings.items()}
+    return kvstore.connect(
+        _address(arguments),
+        tls_ca=files["tls_ca"],
+        tls_cert=files["tls_cert"],
+        tls_key=files["tls_key"],
+        token_file=files["token_file"],
+    )
 
 
 def _address(arguments: argparse.Namespace) -> str:
