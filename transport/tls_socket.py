@@ -81,19 +81,26 @@ class TlsSocket(ssl.SSLSocket):
             unsent = unsent[self.send(unsent, flags) :]
 
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]  # noqa: ANN401
-        """Send all of the buffers in turn, as far as the time goes; returns the bytes sent."""
+        """Send all of the buffers in turn, as far as the time goes; returns the bytes sent.
+
+        For connections that one thread uses at a time: it waits in OpenSSL's stead for many records at once.
+        """
+        ends_at = _after(self._send_seconds)
         sent_bytes = 0
+        send = super().send
         for buffer in buffers:
             unsent = memoryview(buffer).cast("B")
             while unsent.nbytes:
                 try:
-                    step_bytes = self.send(unsent)
-                except self._late:
-                    if sent_bytes:
-                        return sent_bytes
-                    raise
-                sent_bytes += step_bytes
-                unsent = unsent[step_bytes:]
+                    step_bytes = send(unsent)
+                except ssl.SSLWantWriteError:
+                    if not self._is_ready(select.POLLOUT, ends_at):
+                        return self._partly(sent_bytes)
+                except ssl.SSLError as err:
+                    raise _refused(err) from err
+                else:
+                    sent_bytes += step_bytes
+                    unsent = unsent[step_bytes:]
         return sent_bytes
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
@@ -117,23 +124,44 @@ class TlsSocket(ssl.SSLSocket):
             received_bytes = self._call(lambda: ssl.SSLSocket.recv_into(self, view), flags, self._receive_seconds)
         return received_bytes
 
-    def recvmsg_into(self, buffers: Iterable[Any], _ancillary: int = 0, flags: int = 0) -> Any:  # type: ignore[override]  # noqa: ANN401, ARG002
-        """Fill all of the buffers, or as many of their bytes as come in time; returns their number first."""
+    def recvmsg_into(self, buffers: Iterable[Any], *_: Any) -> Any:  # type: ignore[override]  # noqa: ANN401
+        """Fill all of the buffers, or as many of their bytes as come in time; returns their number first.
+
+        For connections that one thread uses at a time: it waits inside of OpenSSL's calls, without an exception for
+        each record that is not there yet.
+        """
+        ends_at = _after(self._receive_seconds)
+        super().settimeout(self._receive_seconds)
+        try:
+            return self._fill(buffers, ends_at), [], 0, None
+        finally:
+            super().setblocking(False)
+
+    def _fill(self, buffers: Iterable[Any], ends_at: float | None) -> int:
         received_bytes = 0
+        receive = super().recv_into
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             while view.nbytes:
                 try:
-                    step_bytes = self.recv_into(view)
-                except self._late:
-                    if received_bytes:
-                        return received_bytes, [], 0, None
-                    raise
+                    step_bytes = receive(view)
+                except TimeoutError:
+                    return self._partly(received_bytes)
+                except ssl.SSLError as err:
+                    raise _refused(err) from err
                 if not step_bytes:
-                    return received_bytes, [], 0, None
+                    return received_bytes
                 received_bytes += step_bytes
                 view = view[step_bytes:]
-        return received_bytes, [], 0, None
+                if view.nbytes and ends_at is not None and time.monotonic() > ends_at:
+                    return received_bytes  # by little and little is late, too
+        return received_bytes
+
+    def _partly(self, done_bytes: int) -> int:
+        """What is told of a call whose time is over."""
+        if not done_bytes:
+            raise self._late("nothing moved in time")
+        return done_bytes
 
     def shutdown(self, how: int) -> None:
         """End both directions below TLS: from any thread, and nothing leaves in the clear behind it."""
@@ -160,19 +188,27 @@ class TlsSocket(ssl.SSLSocket):
             except ssl.SSLWantWriteError:
                 wanted = select.POLLOUT
             except ssl.SSLError as err:
-                raise ConnectionError(err.errno, f"TLS: {err.reason or err}") from err
+                raise _refused(err) from err
             if not self._waits or flags & socket.MSG_DONTWAIT:
                 raise BlockingIOError("the TLS connection is not ready")
-            if seconds is not None:
-                ends_at = ends_at or time.monotonic() + seconds
-            self._wait(wanted, ends_at)
+            ends_at = ends_at or _after(seconds)
+            if not self._is_ready(wanted, ends_at):
+                raise self._late("nothing moved in time")
 
-    def _wait(self, wanted: int, ends_at: float | None) -> None:
+    def _is_ready(self, wanted: int, ends_at: float | None) -> bool:
+        """Wait for the socket; false if the time is over."""
         fd = self.fileno()
         if fd < 0:
             raise ConnectionError("the connection was closed")
         poll = select.poll()
         poll.register(fd, wanted)
         milliseconds = None if ends_at is None else max(0.0, (ends_at - time.monotonic()) * 1000)
-        if not poll.poll(milliseconds):
-            raise self._late("nothing moved in time")
+        return bool(poll.poll(milliseconds))
+
+
+def _after(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _refused(err: ssl.SSLError) -> ConnectionError:
+    return ConnectionError(err.errno, f"TLS: {err.reason or err}")
