@@ -34,13 +34,14 @@ if TYPE_CHECKING:
     from kvstore.transport.listen import PortServer
     from kvstore.transport.security import Security
 
-_SERVICES = (
+SERVICES = (
     cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"],
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
 )
 _KEEPALIVE_TIME_MS = 20_000
 _KEEPALIVE_TIMEOUT_MS = 10_000
 _EXTRA_CALLS = 64
+_METADATA_BYTES = 16 * 1024  # a token, and what proxies add
 # How soon a changed file is noticed, and whose token has expired is sent away.
 _LOOK_SECONDS = 1.0
 
@@ -108,7 +109,7 @@ class TransportServer:
             await self.stop(0)
             raise
         await self._server.start()
-        for service in ("", *(service.full_name for service in _SERVICES)):
+        for service in ("", *(service.full_name for service in SERVICES)):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self._passages is not None:
             self._lane.start()
@@ -197,10 +198,10 @@ class TransportServer:
         await self._state.close()
 
     def _register(self) -> None:
-        for service, implementation in zip(_SERVICES, (self._cache, self._admin), strict=True):
+        for service, implementation in zip(SERVICES, (self._cache, self._admin), strict=True):
             self._server.add_generic_rpc_handlers((self._root.handler(service, implementation),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = [*(service.full_name for service in _SERVICES), "grpc.health.v1.Health", reflection.SERVICE_NAME]
+        names = [*(service.full_name for service in SERVICES), "grpc.health.v1.Health", reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
 
 
@@ -218,6 +219,8 @@ def _options(limits: ServiceLimits) -> list[tuple[str, Any]]:
     return [
         ("grpc.so_reuseport", 0),  # else a taken port would be shared in silence
         ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", _METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
         ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),  # a client whose machine is gone loses its session
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
