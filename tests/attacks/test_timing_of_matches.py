@@ -1,8 +1,8 @@
 """What a lookup has to do tells nothing of other tenants: it walks its own tree alone, and that is as it was.
 
-Counted, not timed. A walk is deterministic, so with the same tree, root and tokens it compares the same blocks. The
-tree counts the steps of touching and the like (RadixTree.steps) but not those of the walk itself; so which trees are
-walked, under which roots and how they look is compared too.
+Counted, not timed. RadixTree.steps counts no walk of `match`, which is compared by what decides it instead: a walk is
+deterministic, so with the same tree, root and tokens it compares the same blocks. The walks are compared by their trees
+and roots, the trees by their shape, and by their steps that no other work was done in any of them.
 """
 
 from __future__ import annotations
@@ -107,5 +107,4 @@ def test_the_counts_do_tell_of_what_is_ones_own(store: Store, monkeypatch: pytes
     beside = look_up(store, monkeypatch, PROMPT)
     assert [0] == [found for _, _, found in alone.walks]
     assert [BLOCKS] == [found for _, _, found in beside.walks]
-    assert sum(alone.steps.values()) < sum(beside.steps.values())
     assert alone.shape != beside.shape
