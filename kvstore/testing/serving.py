@@ -81,10 +81,15 @@ class ServedStore:
 
 @contextmanager
 def served(
-    store: KvStore, listen: str, *, secrets: NamespaceSecrets, limits: ServiceLimits | None = None
+    store: KvStore,
+    listen: str,
+    *,
+    secrets: NamespaceSecrets,
+    limits: ServiceLimits | None = None,
+    security: Security | None = None,
 ) -> Iterator[str]:
     """Serve `store` on `listen` while the block runs; gives the bound address."""
-    with ServedStore(store, [listen], secrets=secrets, limits=limits) as running:
+    with ServedStore(store, [listen], secrets=secrets, limits=limits, security=security) as running:
         yield running.addresses[0]
 
 
