@@ -9,8 +9,6 @@ the only file of the product that reads the environment.
 from __future__ import annotations
 
 import difflib
-import enum
-import math
 import os
 import re
 import tomllib
@@ -19,11 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
-from kvstore.quantities import format_size, parse_duration, parse_size
+from kvstore.quantities import format_size
+from kvstore.security_config import AuthConfig, ClientConfig, TlsConfig
+from kvstore.setting_kinds import PARSERS, Kind, Rule
+from kvstore.setting_kinds import setting as _setting
 from kvstore.types import FIELD_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
 DEFAULT_DISK_BYTES = 10 * 2**30
@@ -32,34 +33,8 @@ _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
 _SECONDS_MAX = 30 * 86400
-# Those of kvstore.transport and kvstore.radix, which are too high up to be imported here.
-ROLE_WORDS = ("read", "write", "admin")
+# Those of kvstore.radix, which is too high up to be imported here.
 EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
-
-
-class Kind(enum.Enum):
-    """What values a setting takes, and the unit they have inside the program."""
-
-    SIZE = "bytes"
-    DURATION = "seconds"
-    COUNT = "count"
-    RATIO = "ratio"
-    FACTOR = "factor"
-    TEXT = "text"
-    LIST = "list"
-    SWITCH = "switch"
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What a field of the tree takes; `auto` says in words what a value of None means."""
-
-    kind: Kind
-    sentence: str
-    minimum: int = 0
-    maximum: int | None = None
-    choices: tuple[str, ...] = ()
-    auto: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +54,6 @@ class Setting:
     def default_text(self) -> str:
         """The default as a user would write it."""
         return format_value(self, self.default)
-
-
-def _setting(default: object, kind: Kind, sentence: str, **limits: Any) -> Any:  # noqa: ANN401  # as dataclasses.field
-    return field(default=default, metadata={"rule": Rule(kind, sentence, **limits)})
 
 
 def _limit(default: int, sentence: str, kind: Kind = Kind.COUNT) -> Any:  # noqa: ANN401  # as dataclasses.field
@@ -238,60 +209,6 @@ class TenantConfig:
     secret_files: tuple[str, ...] = _setting(
         (), Kind.LIST, "Files with the secrets this tenant's clients may prove; one secret a file, newest first."
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsConfig:
-    """TLS of the addresses tls://. Files that change are read again for new connections."""
-
-    cert: str = _setting("", Kind.TEXT, "PEM file with the server's certificate and those between it and its CA.")
-    key: str = _setting("", Kind.TEXT, "PEM file with the key of tls.cert; others may not read it.")
-    client_ca: str = _setting("", Kind.TEXT, "PEM file with the CA whose client certificates are believed.")
-    require_client_cert: bool = _setting(False, Kind.SWITCH, "Whether a client without a certificate is sent away.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JwtConfig:
-    """Tokens of an issuer, JSON Web Tokens; issuer, audience and jwks go together (extra `jwt`)."""
-
-    issuer: str = _setting("", Kind.TEXT, "Who must have issued a JWT (`iss`).")
-    audience: str = _setting("", Kind.TEXT, "Whom a JWT must be meant for (`aud`).")
-    jwks: str = _setting("", Kind.TEXT, "The issuer's public keys: a file, or an https URL.")
-    algorithms: tuple[str, ...] = _setting(
-        ("RS256", "ES256", "EdDSA"), Kind.LIST, "How a JWT may be signed; with published keys only."
-    )
-    tenant_claim: str = _setting("kvstore_tenant", Kind.TEXT, "Claim with the tenant of a JWT; `*`: every tenant.")
-    role_claim: str = _setting("kvstore_role", Kind.TEXT, "Claim with the role of a JWT: read, write or admin.")
-    leeway_seconds: float = _setting(
-        30.0, Kind.DURATION, "How far the issuer's clock may be from this machine's.", maximum=600
-    )
-    refresh_seconds: float = _setting(
-        300.0, Kind.DURATION, "How often keys are fetched again from a URL.", minimum=1, maximum=86400
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuthConfig:
-    """Who gets in. With a file or an issuer, nobody does without a token or a certificate that is known."""
-
-    file: str = _setting("", Kind.TEXT, "Access file: hashes of tokens and names of certificates, tenants and roles.")
-    local_role: str = _setting(
-        "write",
-        Kind.TEXT,
-        "Without a file or an issuer: the role of all but the server's own user on a Unix socket, who is admin.",
-        choices=ROLE_WORDS,
-    )
-    jwt: JwtConfig = field(default_factory=JwtConfig)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientConfig:
-    """What commands show the sidecar that they ask."""
-
-    tls_ca: str = _setting("", Kind.TEXT, "PEM file with the CA of the sidecar's certificate; empty: the system's.")
-    tls_cert: str = _setting("", Kind.TEXT, "PEM file with the certificate of a command.")
-    tls_key: str = _setting("", Kind.TEXT, "PEM file with the key of client.tls_cert.")
-    token_file: str = _setting("", Kind.TEXT, "File with the token of a command; others may not read it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -511,7 +428,7 @@ def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, ob
 
 def _parse(setting: Setting, key: str, value: object, origin: str) -> object:
     try:
-        parsed = _PARSERS[setting.rule.kind](value)
+        parsed = PARSERS[setting.rule.kind](value)
         _check_limits(setting, parsed)
     except ValueError as err:
         raise ConfigError(f"{key} is {value!r} ({origin}): {err}") from err
@@ -527,79 +444,6 @@ def _check_limits(setting: Setting, value: object) -> None:
             raise ValueError(f"expected at least {format_value(setting, rule.minimum)}")
         if rule.maximum is not None and value > rule.maximum:
             raise ValueError(f"expected at most {format_value(setting, rule.maximum)}")
-
-
-def _as_size(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return parse_size(_as_text(value, "a size such as 67108864, 64MiB or 1GB"))
-
-
-def _as_duration(value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    return parse_duration(_as_text(value, "a duration such as 250ms, 2s or 5m"))
-
-
-def _as_ratio(value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    text = _as_text(value, "a number from 0 to 1")
-    if not re.fullmatch(r"\d(\.\d+)?", text, re.ASCII):
-        raise ValueError("expected a number from 0 to 1, such as 0.5")
-    return float(text)
-
-
-def _as_factor(value: object) -> float:
-    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value, re.ASCII):
-        value = float(value)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError("expected a number above 0, such as 0.5 or 2")
-    return float(value)
-
-
-def _as_count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    text = _as_text(value, "a whole number")
-    if not re.fullmatch(r"\d+", text, re.ASCII):
-        raise ValueError("expected a whole number")
-    return int(text)
-
-
-def _as_switch(value: object) -> bool:
-    if value in ("true", "false"):
-        return value == "true"
-    if not isinstance(value, bool):
-        raise ValueError("expected true or false")
-    return value
-
-
-def _as_text(value: object, expected: str = "a text") -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected {expected}")
-    if "\0" in value:
-        raise ValueError("expected a text without NUL characters")
-    return value
-
-
-def _as_list(value: object) -> tuple[str, ...]:
-    items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) and item.strip() for item in items):
-        raise ValueError("expected a list of texts, or one text with commas")
-    return tuple(_as_text(item).strip() for item in items)
-
-
-_PARSERS: dict[Kind, Callable[[object], object]] = {
-    Kind.SIZE: _as_size,
-    Kind.DURATION: _as_duration,
-    Kind.COUNT: _as_count,
-    Kind.RATIO: _as_ratio,
-    Kind.FACTOR: _as_factor,
-    Kind.TEXT: _as_text,
-    Kind.LIST: _as_list,
-    Kind.SWITCH: _as_switch,
-}
 
 
 def _build(section: type[Any], prefix: str, values: Mapping[str, object]) -> Any:  # noqa: ANN401  # any section

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from kvstore.config import ROLE_WORDS
+from kvstore.security_config import ROLE_WORDS
 
 
 class Role(enum.IntEnum):

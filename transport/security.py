@@ -18,7 +18,8 @@ from kvstore.transport.tls import ServerTls
 
 if TYPE_CHECKING:
     from kvstore.clock import Clock
-    from kvstore.config import Config, JwtConfig, TlsConfig
+    from kvstore.config import Config
+    from kvstore.security_config import JwtConfig, TlsConfig
 
 _MODES = range(0o600, 0o1000)
 

@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore import __version__
-from kvstore.config import EVICTION_POLICIES, ROLE_WORDS
+from kvstore.config import EVICTION_POLICIES
+from kvstore.security_config import ROLE_WORDS
 
 if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  # argparse names it nowhere else
