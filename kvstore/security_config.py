@@ -29,8 +29,8 @@ class JwtConfig:
     algorithms: tuple[str, ...] = setting(
         ("RS256", "ES256", "EdDSA"), Kind.LIST, "How a JWT may be signed; with published keys only."
     )
-    tenant_claim: str = setting("kvstore_tenant", Kind.TEXT, "Claim with the tenant of a JWT; `*`: every tenant.")
-    role_claim: str = setting("kvstore_role", Kind.TEXT, "Claim with the role of a JWT: read, write or admin.")
+    tenant_claim: str = setting("kvstore-tenant", Kind.TEXT, "Claim with the tenant of a JWT; `*`: every tenant.")
+    role_claim: str = setting("kvstore-role", Kind.TEXT, "Claim with the role of a JWT: read, write or admin.")
     leeway_seconds: float = setting(
         30.0, Kind.DURATION, "How far the issuer's clock may be from this machine's.", maximum=600
     )
