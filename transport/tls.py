@@ -7,7 +7,7 @@ connection is of is told by its first decrypted bytes, as it is without TLS.
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import socket
     from pathlib import Path
 
-logger = logging.getLogger(__name__)
 # A handshake is some 300 us of arithmetic, which the event loop has no time for.
 _HANDSHAKE_THREADS = 2
 
@@ -49,7 +48,8 @@ class ServerTls:
         """
         loop = asyncio.get_running_loop()
         connected.setblocking(False)
-        tls = self._context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+        with contextlib.closing(connected):  # which is nobody's any more once TLS has taken it over
+            tls = self._context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
         assert isinstance(tls, TlsSocket), tls
         try:
             while True:

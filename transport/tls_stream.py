@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _READS_AT_ONCE = 16
 _PAUSE_BYTES = 64 * 1024
-_BUFFER_BYTES = 64 * 1024
+PASSAGE_BYTES = 64 * 1024
 _READ = select.EPOLLIN | select.EPOLLRDHUP
 
 
@@ -137,12 +137,12 @@ class TlsTransport(asyncio.Transport):
 
 
 class TlsPassage:
-    """A client's TLS connection and the plain one to gRPC, through a buffer each way. Used by one thread alone."""
+    """A client's TLS connection and the plain one to gRPC. Used by one thread alone, which lends `scratch` to all."""
 
-    def __init__(self, client: TlsSocket, inner: socket.socket) -> None:
+    def __init__(self, client: TlsSocket, inner: socket.socket, scratch: memoryview) -> None:
         client.setblocking(False)
         self.sockets: tuple[TlsSocket, socket.socket] = (client, inner)
-        self._flows = (_Flow(client, inner), _Flow(inner, client))
+        self._flows = (_Flow(client, inner, scratch), _Flow(inner, client, scratch))
 
     def move(self, fd: int, events: int) -> bool:  # noqa: ARG002  # the same for each
         """Move what there is, both ways; false once the connection is over."""
@@ -166,32 +166,39 @@ class TlsPassage:
 
 
 class _Flow:
-    """One direction."""
+    """One direction. What the other side does not take yet is `held`, in memory of its own; nothing is otherwise."""
 
-    def __init__(self, source: socket.socket, target: socket.socket) -> None:
+    def __init__(self, source: socket.socket, target: socket.socket, scratch: memoryview) -> None:
         self._source = source
         self._target = target
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self.held = self._buffer[:0]
+        self._scratch = scratch
+        self.held = memoryview(b"")
         self.ended = False
 
     def move(self) -> None:
         """Move until one side would have to wait; raises OSError where a side is gone."""
-        while not self.ended:
-            while self.held.nbytes:
-                try:
-                    self.held = self.held[self._target.send(self.held) :]
-                except BlockingIOError:
-                    return
+        self.held = self._send(self.held)
+        while not self.ended and not self.held.nbytes:
             try:
-                received_bytes = self._source.recv_into(self._buffer)
+                received_bytes = self._source.recv_into(self._scratch)
             except BlockingIOError:
                 return
             if not received_bytes:
                 self.ended = True
                 self._target.shutdown(socket.SHUT_WR)
                 return
-            self.held = self._buffer[:received_bytes]
+            unsent = self._send(self._scratch[:received_bytes])
+            if unsent.nbytes:
+                self.held = memoryview(bytes(unsent))
+
+    def _send(self, unsent: memoryview) -> memoryview:
+        """What is left once the other side takes no more."""
+        while unsent.nbytes:
+            try:
+                unsent = unsent[self._target.send(unsent) :]
+            except BlockingIOError:
+                break
+        return unsent
 
 
 def _interest(reading: _Flow, writing: _Flow) -> int:

@@ -185,6 +185,8 @@ class ControlConnection(asyncio.BufferedProtocol):
             principal.require(method.name)
             self._session = self._lane.open_session(principal, self._origin)
         except (NoSpaceError, PermissionDeniedError, UnauthenticatedError) as error:
+            if isinstance(error, UnauthenticatedError):
+                self._lane.refuse("unauthenticated")
             self._send(wire.encode_error(error, header.call_id))
             self.close()
             return

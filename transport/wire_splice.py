@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.transport.tls_socket import TlsSocket
-from kvstore.transport.tls_stream import TlsPassage
+from kvstore.transport.tls_stream import PASSAGE_BYTES, TlsPassage
 
 if TYPE_CHECKING:
     from kvstore.transport.admission import Origins
@@ -125,6 +125,7 @@ class Passages:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._by_fd: dict[int, tuple[_Passage | TlsPassage, int]] = {}
+        self._scratch = memoryview(bytearray(PASSAGE_BYTES))
         self._thread = threading.Thread(target=self._run, name="kvstore-splice", daemon=True)
         self._thread.start()
 
@@ -144,7 +145,7 @@ class Passages:
             inner.connect(f"/proc/self/fd/{self._inner}")
             inner.sendall(received)
             client.setblocking(False)
-            passage = TlsPassage(client, inner) if isinstance(client, TlsSocket) else _Passage(client, inner)
+            passage = self._passage(client, inner)
         except OSError:
             self._origins.remove(name)
             inner.close()
@@ -154,6 +155,11 @@ class Passages:
             self._names[passage] = name
             self._new.append(passage)
         os.eventfd_write(self._wake, 1)
+
+    def _passage(self, client: socket.socket, inner: socket.socket) -> _Passage | TlsPassage:
+        if isinstance(client, TlsSocket):
+            return TlsPassage(client, inner, self._scratch)
+        return _Passage(client, inner)
 
     def stop(self) -> None:
         """End all connections and the thread; idempotent."""
