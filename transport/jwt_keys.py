@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 KEYS_MAX = 100
 _VERIFIED_MAX = 4096
 _FETCH_SECONDS = 5.0
+_RSA_BITS_MIN = 2048
+# What the library lets through where JSON holds what it does not expect: other kinds, infinity, brackets without end.
+_MALFORMED = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # By the kind of a key: what it may verify.
 _ALGORITHMS_OF: dict[str, tuple[str, ...]] = {
@@ -117,7 +120,7 @@ class JwtKeys:
         jwt = self._jwt
         try:
             header = jwt.get_unverified_header(token)
-        except jwt.PyJWTError as err:
+        except (jwt.PyJWTError, *_MALFORMED) as err:
             raise UnauthenticatedError("the token is no JWT") from err
         key_id = header.get("kid")
         key = keys.get(key_id) if isinstance(key_id, str) else None
@@ -137,7 +140,7 @@ class JwtKeys:
             )
         except jwt.ExpiredSignatureError as err:
             raise UnauthenticatedError("the token has expired; ask its issuer for another one") from err
-        except (jwt.PyJWTError, ValueError, TypeError) as err:
+        except (jwt.PyJWTError, *_MALFORMED) as err:
             raise UnauthenticatedError(f"the token is not good: {type(err).__name__}") from err
         return str(key_id), claims
 
@@ -159,8 +162,11 @@ class JwtKeys:
             for entry in found[: KEYS_MAX + 1]:
                 algorithms = _ALGORITHMS_OF.get(entry.get("kty"), ())
                 if algorithms and entry.get("use", "sig") == "sig" and isinstance(entry.get("kid"), str):
-                    keys[entry["kid"]] = _Key(self._jwt.PyJWK(entry, algorithm=_algorithm(entry)).key, algorithms)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, self._jwt.PyJWTError) as err:
+                    key = self._jwt.PyJWK(entry, algorithm=_algorithm(entry)).key
+                    if entry["kty"] == "RSA" and key.key_size < _RSA_BITS_MIN:
+                        raise ValueError(f"an RSA key has {key.key_size} bits, expected at least {_RSA_BITS_MIN}")
+                    keys[entry["kid"]] = _Key(key, algorithms)
+        except (self._jwt.PyJWTError, *_MALFORMED) as err:
             raise ConfigError(f"auth.jwt.jwks {self.source} is no JWK set: {type(err).__name__}: {err}") from err
         if not 1 <= len(keys) <= KEYS_MAX:
             raise ConfigError(

@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError, UnauthenticatedError
 from kvstore.testing.manual_clock import ManualClock
@@ -126,6 +128,10 @@ def other_claims(token: str) -> str:
     return f"{header}.{claims}.{signature}"
 
 
+def encoded(header: str) -> str:
+    return base64.urlsafe_b64encode(header.encode()).rstrip(b"=").decode() + ".e30.AAAA"
+
+
 FORGED: dict[str, Callable[[], str]] = {
     "no algorithm": lambda: with_none("none"),
     "no algorithm, in capitals": lambda: with_none("NONE"),
@@ -155,6 +161,13 @@ FORGED: dict[str, Callable[[], str]] = {
     "with a cut signature": lambda: cut(signed()),
     "with other claims": lambda: other_claims(signed()),
     "without sense": lambda: "a.b.c",
+    "brackets without end": lambda: encoded("[" * 5000),
+    "braces without end": lambda: encoded('{"a":' * 1000),
+    "a header that is a list": lambda: encoded("[]"),
+    "an algorithm that is a list": lambda: encoded('{"alg": ["ES256"], "kid": "key of ES256"}'),
+    "a key that is a number": lambda: encoded('{"alg": "ES256", "kid": 7}'),
+    "expires at infinity": lambda: signed(exp=float("inf")),
+    "expires at no number": lambda: signed(exp=float("nan")),
     "empty": lambda: "..",
 }  # fmt: skip
 
@@ -167,6 +180,31 @@ def test_a_token_that_is_not_good_is_refused_without_being_repeated(keys: JwtKey
             keys.verify(token)
         assert token not in str(refused.value) or len(token) < 6
     assert "engine 7" == keys.verify(signed()).name
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["alg", "kid", "exp", "b64", "crit"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=st.lists(JSON.map(json.dumps) | st.text(max_size=20), min_size=3, max_size=3))
+def test_whatever_stands_between_two_dots_is_refused_in_words(keys_for_all: JwtKeys, parts: list[str]):
+    coded = [base64.urlsafe_b64encode(part.encode(errors="replace")).rstrip(b"=").decode() for part in parts]
+    for token in (".".join(coded), ".".join(parts)):
+        with pytest.raises(UnauthenticatedError):
+            keys_for_all.verify(token)
+
+
+@pytest.fixture(scope="module")
+def keys_for_all(tmp_path_factory: pytest.TempPathFactory) -> JwtKeys:
+    path = tmp_path_factory.mktemp("keys") / "jwks.json"
+    path.write_text(key_set(*PUBLISHED))
+    return JwtKeys(str(path), RULES, ManualClock())
 
 
 def test_a_clock_that_is_a_little_behind_is_allowed_for(file: Path):
@@ -208,6 +246,8 @@ BAD_SETS = {
     "a key without a name": key_set({name: value for name, value in PUBLISHED[0].items() if name != "kid"}),
     "half a key": key_set({"kty": "EC", "crv": "P-256", "x": "AAAA", "kid": "a"}),
     "an unknown curve": key_set({"kty": "EC", "crv": "P-192", "x": "AAAA", "y": "AAAA", "kid": "a"}),
+    "a weak key": key_set(public("RS256", rsa.generate_private_key(65537, 1024), "weak")),
+    "brackets without end": "[" * 100_000,
     "too many keys": key_set(*({**PUBLISHED[1], "kid": str(number)} for number in range(101))),
 }
 
