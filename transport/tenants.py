@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import NoSpaceError
 from kvstore.types import StoreStats
@@ -112,24 +113,17 @@ class Tenants:
         """What a tenant may know of the store: what it did itself, and nothing of what others have."""
         with self._lock:
             one = self._tenant(tenant)
-            return StoreStats(
-                tiers={},
+            return replace(
+                _nothing(),
                 namespaces=namespaces,
                 lookups=one.lookups,
                 lookup_tokens=one.lookup_tokens,
                 hit_tokens=dict(one.hit_tokens),
-                loaded_tokens={},
                 stored_blocks=one.stored_blocks,
                 present_blocks=one.present_blocks,
-                rejected_blocks={},
-                evicted_blocks={},
-                corrupt_blocks=0,
-                disk_faults={},
                 leases=one.leases,
                 stages=one.stages,
                 pins=pins,
-                index_bytes=0,
-                policy_bytes=0,
             )
 
     def _tenant(self, name: str) -> _Tenant:
@@ -177,6 +171,12 @@ class Tenants:
     def _end_stage(self, one: _Tenant) -> None:
         with self._lock:
             one.stages -= 1
+
+
+def _nothing() -> StoreStats:
+    """Statistics that tell nothing: what is counted for no tenant by itself stays hidden from all."""
+    empty: dict[str, Any] = {"dict": {}, "tupl": (), "int": 0}
+    return StoreStats(**{item.name: copy(empty[str(item.type)[:4]]) for item in fields(StoreStats)})
 
 
 class Owners:

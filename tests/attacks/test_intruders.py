@@ -21,8 +21,9 @@ from kvstore.errors import ClosedError, PermissionDeniedError, UnauthenticatedEr
 from kvstore.testing.blocks import expected_rows, store_prompt
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
 from kvstore.testing.serving import ServedStore
+from kvstore.tokens import as_token_array
 from kvstore.transport import wire, wire_listen
-from kvstore.transport.convert import namespace_to_proto
+from kvstore.transport.convert import namespace_to_proto, prompt_to_proto
 from kvstore.transport.limits import ServiceLimits
 from kvstore.types import Namespace
 from kvstore.v1 import admin_service_pb2 as admin_pb
@@ -269,7 +270,7 @@ def test_the_session_of_another_tenant_is_unknown_with_all_that_it_holds(fortres
     writer = fortress.connect("writer", "grpc")
     with writer.lease(writer.match(OURS, PROMPT)) as lease, writer.stage(OURS, OTHER_PROMPT) as stage:
         stage.write_from(expected_rows(OURS, OTHER_PROMPT))
-        session_id = writer._connection.session.session_id
+        (session_id,) = [session.session_id for session in fortress.served.server._state.sessions]
         for held_id in range(1, 4):
             for method, request, response_type in (
                 ("Release", pb.ReleaseRequest(session_id=session_id, lease_id=held_id), pb.ReleaseResponse),
@@ -287,17 +288,62 @@ def test_the_session_of_another_tenant_is_unknown_with_all_that_it_holds(fortres
     assert BLOCKS == fortress.store.match(OURS, OTHER_PROMPT).blocks
 
 
-def test_a_commit_that_is_sent_again_changes_nothing(fortress: Fortress, lane: str):
-    writer = fortress.connect("writer", lane)
+def test_a_commit_that_is_sent_again_over_grpc_changes_nothing(fortress: Fortress):
+    writer, again = fortress.connect("writer", "grpc"), Intruder(fortress, "writer")
     stage = writer.stage(OURS, PROMPT)
     stage.write_from(expected_rows(OURS, PROMPT))
-    link = writer._connection
-    again = pb.CommitRequest(session_id=link.session.session_id, stage_id=stage._stage_id)
-    assert BLOCKS == stage.commit().blocks
+    (session,) = fortress.served.server._state.sessions
+    (stage_id,) = session.stages._held
+    request = pb.CommitRequest(session_id=session.session_id, stage_id=stage_id)
+    assert BLOCKS == again.call("Commit", request, pb.CommitResponse).blocks
+    for _ in range(3):
+        assert grpc.StatusCode.FAILED_PRECONDITION is again.code("Commit", request, pb.CommitResponse)
+    again.channel.close()
+    assert BLOCKS == fortress.store.stats().stored_blocks
+
+
+class WireSession:
+    """A raw session of the fast lane with somebody's token."""
+
+    def __init__(self, fortress: Fortress, name: str) -> None:
+        self._peer = fortress.dial()
+        self._peer.sendall(wire.encode_client_hello(wire.Lane.CONTROL))
+        self._receive(wire.SERVER_HELLO_BYTES)
+        self._call_ids = iter(range(1, 100))
+        token = fortress.token(name)
+        self.session_id = pb.SessionResponse.FromString(self.ask("Session", pb.SessionRequest(token=token))).session_id
+        request = pb.OpenNamespaceRequest(session_id=self.session_id, namespace=namespace_to_proto(OURS))
+        self.ns_id = pb.OpenNamespaceResponse.FromString(self.ask("OpenNamespace", request)).ns_id
+
+    def ask(self, method: str, message) -> bytes:
+        code, call_id = wire.Method[method], next(self._call_ids)
+        body = message.SerializeToString()
+        self._peer.sendall(wire.encode_frame(wire.Kind.REQUEST, body, call_id=call_id, code=code))
+        header = wire.decode_header(self._receive(wire.HEADER_BYTES), 0, MIB)
+        answer = self._receive(header.body_bytes)
+        if header.kind is wire.Kind.ERROR:
+            raise wire.decode_error(header.code, answer, "there")
+        return answer
+
+    def _receive(self, size: int) -> bytes:
+        raw = b""
+        while len(raw) < size:
+            raw += self._peer.recv(size - len(raw))
+        return raw
+
+
+def test_a_commit_that_is_sent_again_on_the_fast_lane_changes_nothing(fortress: Fortress):
+    session = WireSession(fortress, "writer")
+    prompt = prompt_to_proto(session.ns_id, None, as_token_array(PROMPT))
+    session.ask("Stage", pb.StageRequest(session_id=session.session_id, prompt=prompt, stage_id=7))
+    request = pb.CommitRequest(session_id=session.session_id, stage_id=7)
+    assert 0 == pb.CommitResponse.FromString(session.ask("Commit", request)).blocks
     for _ in range(3):
         with pytest.raises(ClosedError):
-            link.call("kvstore.v1.CacheService", "Commit", again, pb.CommitResponse)
-    assert BLOCKS == fortress.store.stats().stored_blocks
+            session.ask("Commit", request)
+    with pytest.raises(UnavailableError, match="ended this session"):
+        session.ask("Commit", pb.CommitRequest(session_id=bytes(16), stage_id=7))
+    assert (0, 0) == (fortress.store.stats().stored_blocks, fortress.store.stats().stages)
 
 
 BAD_METADATA = {
@@ -496,9 +542,7 @@ def test_slow_handshakes_are_ended_and_delay_nobody(keyring: Keyring, monkeypatc
 
 def test_the_bytes_of_a_session_come_from_where_it_was_opened(fortress: Fortress, keyring: Keyring):
     """A session id that leaked opens no connection for bytes to who comes another way, or with another certificate."""
-    writer = fortress.connect("writer")
-    writer.match(OURS, PROMPT)
-    session_id = writer._connection.session.session_id
+    session_id = WireSession(fortress, "writer").session_id
     context = ssl.create_default_context(cafile=keyring.ca)
     context.load_cert_chain(keyring.path("client-stranger.pem"), keyring.path("client-stranger.key"))
     connected = socket.create_connection(("127.0.0.1", fortress.port), timeout=ANSWER_SECONDS)
