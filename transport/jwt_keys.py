@@ -15,6 +15,7 @@ import urllib.request
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +221,7 @@ def _fetch(opener: urllib.request.OpenerDirector, url: str) -> bytes:
     try:
         with opener.open(url, timeout=_FETCH_SECONDS) as response:
             content: bytes = response.read(FILE_BYTES_MAX + 1)
-    except OSError as err:  # urllib's errors are of this kind
+    except (OSError, HTTPException, ValueError) as err:  # urllib's own errors are of the first kind
         raise ConfigError(f"auth.jwt.jwks {url} cannot be fetched: {getattr(err, 'reason', err)}") from err
     if len(content) > FILE_BYTES_MAX:
         raise ConfigError(f"auth.jwt.jwks {url} has more than {FILE_BYTES_MAX} bytes, expected less")

@@ -127,8 +127,12 @@ class TransportServer:
     async def _look_after_files(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            await self._reloader.look()
-            self._state.dismiss_strangers()
+            try:
+                await self._reloader.look()
+                self._state.dismiss_strangers()
+            except Exception as error:  # noqa: BLE001  # the root of the task
+                # Who has expired must be sent away next time, whatever went wrong with a file this time.
+                self._root.count_failure("look after files", error)
 
     def _bind(self, address: UnixAddress | TcpAddress) -> BoundAddress:
         rules = self._security.rules
