@@ -24,6 +24,7 @@ from kvstore.errors import (
     PermissionDeniedError,
     StorageError,
     StorageFormatError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from kvstore.layer_groups import Recurrent, SlidingWindow
@@ -79,6 +80,7 @@ __all__ = [
     "StoreStats",
     "Tier",
     "TierStats",
+    "UnauthenticatedError",
     "UnavailableError",
     "Verification",
     "connect",

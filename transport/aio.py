@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from grpc_health.v1 import health_pb2
 
 from kvstore.api import SCRUB_BYTES
-from kvstore.errors import ClosedError, InvalidArgumentError, UnavailableError
+from kvstore.errors import ClosedError, InvalidArgumentError, KvstoreError, UnauthenticatedError, UnavailableError
 from kvstore.tokens import as_token_array
 from kvstore.transport import client as threaded
 from kvstore.transport import convert, plans
@@ -20,6 +20,7 @@ from kvstore.transport.aio_handles import AsyncHeld, AsyncLease, AsyncStage
 from kvstore.transport.aio_link import LoopThreads, open_async_link
 from kvstore.transport.breaker import GuardedServer
 from kvstore.transport.client import ServerStatus, event_step_seconds
+from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import PROBE_SECONDS, open_link
 from kvstore.transport.link import Lookup, Wait, flat_deadlines
 from kvstore.types import PLAIN_ROOT, PrefixMatch
@@ -117,7 +118,7 @@ class AsyncKeeper:
         self._closed = True
         if self._opening is not None:
             self._opening.cancel()
-            with suppress(asyncio.CancelledError, UnavailableError):
+            with suppress(asyncio.CancelledError, KvstoreError):
                 await self._opening
         if self._link is not None:
             self._link.close()
@@ -133,7 +134,7 @@ class AsyncKeeper:
         link = await self._connect(ends_at)
         try:
             return await attempt(link, ends_at)
-        except UnavailableError:
+        except (UnavailableError, UnauthenticatedError):  # the token file may have another one by now
             if again is None or not link.ended or time.monotonic() >= ends_at:
                 raise
         return await again(await self._connect(ends_at), ends_at)
@@ -355,6 +356,10 @@ def connect_async(
     bulk_seconds: float | None = None,
     long_seconds: float | None = None,
     on_breaker_change: Callable[[BreakerStatus], None] | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
 ) -> AsyncClient:
     """An AsyncClient of the server at `address`; as kvstore.connect, and like it connects at the first call only."""
     deadlines = threaded.chosen_deadlines(
@@ -363,13 +368,18 @@ def connect_async(
         bulk_seconds=bulk_seconds,
         long_seconds=long_seconds,
     )
-    return AsyncClient(AsyncKeeper(parse_address(address), on_breaker_change), deadlines)
+    credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
+    keeper = AsyncKeeper(with_credentials(parse_address(address), credentials), on_breaker_change)
+    return AsyncClient(keeper, deadlines)
 
 
 def _probe(address: UnixAddress | TcpAddress) -> bool:
     """Whether the server answers a new connection; raises UnavailableError if not."""
     ends_at = time.monotonic() + PROBE_SECONDS
-    link = open_link(address, ends_at)
+    try:
+        link = open_link(address, ends_at)
+    except UnauthenticatedError:
+        return True  # it is well, and the next call is told that it lets us in no more
     try:
         if not plans.is_serving(link.call(plans.CHECK, health_pb2.HealthCheckRequest(), ends_at)):
             raise UnavailableError(f"{address} takes no calls now")

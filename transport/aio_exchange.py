@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     from kvstore.transport.wire_exchange import Answer
 
+_BUFFER_BYTES = 64 * 1024
 _BODY_BYTES_MAX = 128 * 2**20
 _CALL_ID_MAX = 2**32 - 1
 
 
-class AsyncExchange(asyncio.Protocol):
+class AsyncExchange(asyncio.BufferedProtocol):
     """The client's end of a control connection, used from its event loop only.
 
     A call that nobody awaits any more leaves nothing behind: its answer is dropped when it comes.
@@ -30,6 +31,7 @@ class AsyncExchange(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._last_id = 0
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._received = bytearray()
         self._writable = asyncio.Event()
         self._writable.set()
@@ -83,9 +85,13 @@ class AsyncExchange(asyncio.Protocol):
         """Called by the loop."""
         self._writable.set()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """Called by the loop."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Called by the loop: hand out what is whole."""
-        self._received += data
+        self._received += self._buffer[:nbytes]
         begin = 0
         try:
             while len(self._received) - begin >= wire.HEADER_BYTES:

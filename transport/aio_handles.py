@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self
 
-from kvstore.errors import ClosedError, UnavailableError
+from kvstore.errors import ClosedError, UnauthenticatedError, UnavailableError
 from kvstore.transport import convert
 from kvstore.transport.link import R, Wait
 from kvstore.transport.plans import ABORT, COMMIT, LEASE, RELEASE, STAGE, lease_request
@@ -71,7 +71,7 @@ class AsyncHeld:
             return
         try:
             await self.call(rpc, request, Wait.LOOKUP)
-        except UnavailableError:
+        except (UnavailableError, UnauthenticatedError):
             self.link.close()
         except asyncio.CancelledError:
             self.give_up(rpc, request)

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvstore import __version__
 from kvstore.errors import UnavailableError
 from kvstore.transport import wire
 from kvstore.transport.address import UnixAddress
@@ -18,6 +17,8 @@ from kvstore.transport.connection import Connection
 from kvstore.transport.link import OPEN_NAMESPACE, Matched, OpenNamespaces, R, open_request
 from kvstore.transport.plans import SESSION
 from kvstore.transport.status import UnknownSessionError
+from kvstore.transport.tls_socket import TlsSocket
+from kvstore.transport.tls_stream import TlsTransport
 from kvstore.transport.wire_dial import NoFastLaneError, dial
 from kvstore.transport.wire_link import (
     GrownRequest,
@@ -28,6 +29,7 @@ from kvstore.transport.wire_link import (
     new_prompt_heads,
     parsed,
     prompt_message,
+    session_request,
 )
 from kvstore.transport.wire_pool import CONNECTIONS_MAX, BulkPool, Grip
 from kvstore.transport.wire_prompts import SentPrompts
@@ -195,7 +197,8 @@ class WireAsyncLink:
     async def open(self, prompt_bytes: int, ends_at: float) -> None:
         """Open the session; the first call."""
         self._prompts = SentPrompts(prompt_bytes)
-        self.session = await self.call(SESSION, pb.SessionRequest(client_version=__version__), ends_at)
+        request = await self._threads.short(partial(session_request, self._address))
+        self.session = await self.call(SESSION, request, ends_at)
         self._pool = BulkPool(self._address, self.session.session_id)
 
     @property
@@ -368,7 +371,9 @@ async def _adopt(connected: socket.socket, address: UnixAddress | TcpAddress) ->
     loop = asyncio.get_running_loop()
     exchange = AsyncExchange(str(address))
     try:
-        if isinstance(address, UnixAddress):
+        if isinstance(connected, TlsSocket):
+            TlsTransport(connected, exchange)
+        elif isinstance(address, UnixAddress):
             await loop.create_unix_connection(lambda: exchange, sock=connected)
         else:
             await loop.create_connection(lambda: exchange, sock=connected)

@@ -10,6 +10,7 @@ from kvstore.api import SCRUB_BYTES
 from kvstore.tokens import as_token_array
 from kvstore.transport import convert, plans
 from kvstore.transport.address import parse_address
+from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import LinkKeeper
 from kvstore.transport.link import Deadlines, Lookup, flat_deadlines
 from kvstore.transport.remote import Held, RemoteLease, RemoteStage
@@ -220,15 +221,23 @@ def connect(
     bulk_seconds: float | None = None,
     long_seconds: float | None = None,
     on_breaker_change: Callable[[BreakerStatus], None] | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
 ) -> Client:
-    """A client of the server at `address`: unix:///path, grpc+unix:///path, grpc://host:port or host:port.
+    """A client of the server at `address`: unix:///path, tls://host:port, host:port, or with gRPC alone
+    grpc+unix:///path, grpc+tls://host:port, grpc://host:port.
+
+    With TLS the server's certificate must be of the CA in the PEM file `tls_ca`, or of one that the system trusts, and
+    name the host; `tls_cert` and `tls_key` are the client's own. `token_file` has the token that says who calls. All
+    are read again for each new connection.
 
     Connects at the first call only, which raises UnavailableError if the server cannot be reached. The seconds bound
     calls of each kind, see kvstore.transport.link.Deadlines; None leaves the default: 0.1 for lookups, 5 for stats and
-    the like, 1 and the time of the bytes for loads and stores, 60 for flush, evict, clear,
-    verify and scrub.
-    `on_breaker_change` is told when the server is given up for a while and when it is asked again, from whichever
-    thread saw it; it must not wait. Raises ConfigError for an address or a time that cannot be.
+    the like, 1 and the time of the bytes for loads and stores, 60 for flush, evict, clear, verify and
+    scrub. `on_breaker_change` is told when the server is given up for a while and when it is asked again, from
+    whichever thread saw it; it must not wait. Raises ConfigError for an address, a time or a file that cannot be.
     """
     deadlines = chosen_deadlines(
         lookup_seconds=lookup_seconds,
@@ -236,7 +245,8 @@ def connect(
         bulk_seconds=bulk_seconds,
         long_seconds=long_seconds,
     )
-    return Client(LinkKeeper(parse_address(address), on_breaker_change), deadlines)
+    credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
+    return Client(LinkKeeper(with_credentials(parse_address(address), credentials), on_breaker_change), deadlines)
 
 
 def chosen_deadlines(**seconds: float | None) -> Deadlines:

@@ -14,8 +14,10 @@ import grpc
 import numpy as np
 
 from kvstore import __version__
-from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.errors import KvstoreError, UnauthenticatedError, UnavailableError
 from kvstore.transport import convert, frames
+from kvstore.transport.address import TcpAddress
+from kvstore.transport.credentials import Credentials
 from kvstore.transport.link import CACHE, Matched, OpenNamespaces, R
 from kvstore.transport.plans import MATCH
 from kvstore.transport.rows import whole_rows_bytes
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from numpy.typing import NDArray
 
-    from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.address import UnixAddress
     from kvstore.transport.link import Lookup, Rpc
     from kvstore.types import Namespace
 
@@ -57,14 +59,15 @@ class Connection:
 
     def __init__(self, address: UnixAddress | TcpAddress, ends_at: float) -> None:
         self._address = str(address)
-        self._channel: Any = grpc.insecure_channel(address.target, options=_OPTIONS)
+        self._metadata = address.credentials.metadata() if address.credentials is not None else ()
+        self._channel: Any = _channel(address)
         self._ended = threading.Event()
         self._greeting: Future[pb.SessionResponse] = Future()
         self._ids = count(1)
         self._namespaces = OpenNamespaces()
         self._callables: dict[str, Any] = {}  # by path, only ever added to; making one takes 20 us
         self._stream = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)(
-            self._session_requests()
+            self._session_requests(), metadata=self._metadata
         )
         self._follower = threading.Thread(target=self._follow_session, name="kvstore-session", daemon=True)
         self._follower.start()
@@ -96,7 +99,8 @@ class Connection:
         self._check_open()
         with self._translated():
             make = self._callable(self._channel.unary_unary, rpc.service, rpc.method, rpc.response)
-            response: R = self._result(make.future(request, timeout=seconds_left(ends_at)), ends_at)
+            call = make.future(request, timeout=seconds_left(ends_at), metadata=self._metadata)
+            response: R = self._result(call, ends_at)
             return response
 
     def match(self, lookup: Lookup, ends_at: float) -> Matched:
@@ -117,8 +121,8 @@ class Connection:
     def give_up(self, rpc: Rpc[R], request: Message, seconds: float) -> None:
         """Send a call that ends what we may or may not hold, without waiting. If it fails, the session is ended."""
         if not self.ended:
-            make = self._channel.unary_unary
-            call = self._callable(make, rpc.service, rpc.method, rpc.response).future(request, timeout=seconds)
+            make = self._callable(self._channel.unary_unary, rpc.service, rpc.method, rpc.response)
+            call = make.future(request, timeout=seconds, metadata=self._metadata)
             call.add_done_callback(self._end_unless_ok)
 
     def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
@@ -126,7 +130,7 @@ class Connection:
         self._check_open()
         with self._translated():
             stream = self._callable(self._channel.unary_stream, CACHE, "Load", pb.LoadResponse)(
-                request, timeout=seconds_left(ends_at)
+                request, timeout=seconds_left(ends_at), metadata=self._metadata
             )
             try:
                 summary, filled_bytes = self._receive(stream, target)
@@ -142,7 +146,8 @@ class Connection:
         self._check_open()
         with self._translated():
             write = self._callable(self._channel.stream_unary, CACHE, "Write", pb.WriteResponse)
-            call = write.future(self._write_requests(start, source), timeout=seconds_left(ends_at))
+            requests = self._write_requests(start, source)
+            call = write.future(requests, timeout=seconds_left(ends_at), metadata=self._metadata)
             return int(self._result(call, ends_at).rows)
 
     def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
@@ -224,7 +229,7 @@ class Connection:
         metadata = tuple(err.trailing_metadata() or ())
         error = error_of(err.code(), err.details() or "", metadata, self._address)
         lost = err.code() is grpc.StatusCode.UNAVAILABLE and ERROR_KEY not in dict(metadata)
-        if lost or isinstance(error, UnknownSessionError):
+        if lost or isinstance(error, (UnknownSessionError, UnauthenticatedError)):
             self._end()
         return error
 
@@ -240,3 +245,10 @@ class Connection:
 def seconds_left(ends_at: float) -> float:
     """Time until then, as a time-out that is not refused."""
     return max(0.001, ends_at - time.monotonic())
+
+
+def _channel(address: UnixAddress | TcpAddress) -> Any:  # noqa: ANN401  # grpc has no types
+    if isinstance(address, TcpAddress) and address.tls:
+        credentials = address.credentials or Credentials()
+        return grpc.secure_channel(address.target, credentials.channel(), options=_OPTIONS)
+    return grpc.insecure_channel(address.target, options=_OPTIONS)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from grpc_health.v1 import health_pb2
 
-from kvstore.errors import ClosedError, UnavailableError
+from kvstore.errors import ClosedError, UnauthenticatedError, UnavailableError
 from kvstore.transport.breaker import GuardedServer
 from kvstore.transport.connection import Connection
 from kvstore.transport.plans import CHECK, is_serving
@@ -128,7 +128,7 @@ class LinkKeeper:
         link = self._connect(ends_at)
         try:
             return attempt(link, ends_at)
-        except UnavailableError:
+        except (UnavailableError, UnauthenticatedError):  # the token file may have another one by now
             if again is None or not link.ended or time.monotonic() >= ends_at:
                 raise
         return again(self._connect(ends_at), ends_at)
@@ -171,6 +171,8 @@ def _probe(this: weakref.ref[LinkKeeper]) -> bool:
         keeper.probe()
     except ClosedError:
         return False
+    except UnauthenticatedError:
+        return True  # the server is well, and the next call is told that it lets us in no more
     return True
 
 

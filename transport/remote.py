@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvstore.buffers import readable_rows, writable_rows
-from kvstore.errors import ClosedError, InvalidArgumentError, UnavailableError
+from kvstore.errors import ClosedError, InvalidArgumentError, UnauthenticatedError, UnavailableError
 from kvstore.transport import convert
 from kvstore.transport.link import R, Rpc, Wait
 from kvstore.transport.plans import ABORT, COMMIT, LEASE, RELEASE, STAGE, lease_request
@@ -69,7 +69,7 @@ class Held:
             return
         try:
             self.call(rpc, request, Wait.LOOKUP)
-        except UnavailableError:
+        except (UnavailableError, UnauthenticatedError):
             self.link.close()
 
 

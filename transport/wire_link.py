@@ -59,8 +59,7 @@ class WireLink:
         self._exchange = Exchange(connected, self._address)
         self._prompts = SentPrompts(hello.prompt_bytes)  # used by who is sending
         try:
-            request = pb.SessionRequest(client_version=__version__)
-            self.session = self.call(SESSION, request, ends_at)
+            self.session = self.call(SESSION, session_request(address), ends_at)
         except BaseException:
             self._exchange.end()
             raise
@@ -168,6 +167,12 @@ class WireLink:
         self._exchange.check()
         if self._exchange.ended:
             self._pool.end()
+
+
+def session_request(address: UnixAddress | TcpAddress) -> pb.SessionRequest:
+    """The first request of a connection, with the token of who calls. Reads its file; raises ConfigError."""
+    token = address.credentials.token() if address.credentials is not None else ""
+    return pb.SessionRequest(client_version=__version__, token=token)
 
 
 class GrownRequest:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.cli.output import ExitCode, print_json, print_table
 from kvstore.cli.progress import ProgressBar
-from kvstore.config import load_config
+from kvstore.cli.sidecar import client_files, sidecar_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.load.plan import LoadPlan, parse_mix
 from kvstore.load.run import PERCENTS, run_load, sample_page, sample_process
@@ -51,7 +51,8 @@ class _Steps:
 
 def _plan(arguments: argparse.Namespace) -> LoadPlan:
     return LoadPlan(
-        address=arguments.address if arguments.address else load_config().config.address,
+        address=sidecar_address(arguments),
+        files=client_files(arguments),
         clients=arguments.clients,
         processes=arguments.processes,
         seconds=_quantity("--seconds", arguments.seconds, parse_duration),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
+from kvstore.transport.credentials import CredentialFiles
 from kvstore.types import KvLayout, Namespace
 
 CLIENTS_MAX = 1024
@@ -22,7 +23,10 @@ class Operation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Raises ConfigError for a value that cannot be. `mix` are the shares of operations, in any unit."""
+    """Raises ConfigError for a value that cannot be. `mix` are the shares of operations, in any unit.
+
+    `files` are what clients show the sidecar.
+    """
 
     address: str
     clients: int = 4
@@ -34,6 +38,7 @@ class LoadPlan:
     prompt_tokens: int = 2048
     block_tokens: int = 16
     block_bytes: int = 32 * 1024
+    files: CredentialFiles = field(default_factory=CredentialFiles)
 
     def __post_init__(self) -> None:
         _check("clients", self.clients, 1, CLIENTS_MAX)

@@ -79,7 +79,7 @@ def run_load(
 
     Raises UnavailableError if the server does not answer before the load begins.
     """
-    with kvstore.connect(plan.address, lookup_seconds=5.0) as client:
+    with kvstore.connect(plan.address, lookup_seconds=5.0, **plan.files) as client:
         if not client.status().serving:
             raise UnavailableError(f"{plan.address} takes no calls now")
         report = LoadReport(plan.seconds, Tally(), 0)

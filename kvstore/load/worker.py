@@ -69,7 +69,7 @@ class LoadClient:
         self._shares = [share for _, share in plan.mix]
         self._next_own = index << 40
         self._rows = np.zeros((plan.prompt_blocks, plan.block_bytes), dtype=np.uint8)
-        self._client = kvstore.connect(plan.address)
+        self._client = kvstore.connect(plan.address, **plan.files)
 
     def run_until(self, ends_at: float) -> None:
         """Do one operation after the other."""
