@@ -48,7 +48,7 @@ class Principal:
         return (self.name, self.tenant) == (other.name, other.tenant)
 
     def require(self, method: str) -> None:
-        """Raises PermissionDeniedError unless the role allows the call, and its tenant where it is about all of them."""
+        """Raises PermissionDeniedError unless the role allows the call, and the tenant if all are concerned."""
         needed = role_for(method)
         if self.role < needed:
             raise PermissionDeniedError(

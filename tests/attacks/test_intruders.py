@@ -168,6 +168,7 @@ READER_CALLS: dict[str, Callable[[Client], object]] = {
     "clear": lambda client: client.clear(OURS),
     "flush": lambda client: client.flush(),
     "verify": lambda client: client.verify(),
+    "scrub": lambda client: client.scrub(),
 }
 
 
@@ -185,7 +186,7 @@ def test_a_reader_changes_nothing(fortress: Fortress, lane: str, call: str):
 def test_a_writer_is_no_operator(fortress: Fortress, lane: str):
     writer = fortress.connect("writer", lane)
     store_prompt(writer, OURS, PROMPT)
-    for call in ("pin", "unpin", "evict", "clear", "flush", "verify"):
+    for call in ("pin", "unpin", "evict", "clear", "flush", "verify", "scrub"):
         with pytest.raises(PermissionDeniedError, match="'writer' has write"):
             READER_CALLS[call](writer)
     assert BLOCKS == writer.match(OURS, PROMPT).blocks
@@ -204,6 +205,13 @@ def test_an_operator_of_one_tenant_touches_nothing_of_another(fortress: Fortress
         with pytest.raises(PermissionDeniedError, match="may use namespaces of tenant 'theirs', not of 'ours'"):
             attempt()
     assert BLOCKS == fortress.store.match(OURS, PROMPT).blocks
+
+
+def test_the_disk_of_all_tenants_is_read_by_no_operator_of_one(fortress: Fortress, lane: str):
+    for name in ("operator", "stranger"):
+        with pytest.raises(PermissionDeniedError, match="all tenants"):
+            fortress.connect(name, lane).scrub()
+    assert 0 == fortress.connect("root", lane).scrub().blocks
 
 
 def test_a_tenant_hears_nothing_of_others(fortress: Fortress, lane: str):

@@ -19,9 +19,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.testing.conformance import OpenStore
+    from kvstore.testing.securing import Keyring
 
 TENANT_SECRETS = dict.fromkeys(("tenant", "other"), SECRETS)
-LISTEN = {"grpc": "grpc+unix://{}/socket", "wire": "unix://{}/socket", "wire over TCP": "127.0.0.1:0"}
+LISTEN = {
+    "grpc": "grpc+unix://{}/socket",
+    "wire": "unix://{}/socket",
+    "wire over TCP": "127.0.0.1:0",
+    "grpc over TLS": "grpc+tls://127.0.0.1:0",
+    "wire over TLS": "tls://127.0.0.1:0",
+}
 # The core suite asks one of them; what the others add is carried by the client for threads, which it asks too.
 CARRIERS = ["wire", *(pytest.param(name, marks=pytest.mark.slow) for name in LISTEN if name != "wire")]
 
@@ -72,10 +79,25 @@ class Blocking:
         self._thread.run(self._inner.__aexit__(*raised))
 
 
+@pytest.fixture(scope="module")
+def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    pytest.importorskip("cryptography", reason="needs the extra certs")
+    from kvstore.testing.securing import Keyring
+
+    keyring = Keyring(tmp_path_factory.mktemp("keys"))
+    keyring.let_in("engine", "*", "admin")
+    return keyring
+
+
 @pytest.mark.parametrize("carrier", CARRIERS)
 class TestAsyncStore(KvStoreConformance):
     @pytest.fixture
-    def open_store(self, tmp_path: Path, carrier: str) -> Iterator[OpenStore]:
+    def open_store(self, tmp_path: Path, carrier: str, keyring: Keyring) -> Iterator[OpenStore]:
+        shown = {}
+        security = None
+        if carrier.endswith("TLS"):
+            shown = {"tls_ca": keyring.ca, "token_file": keyring.path("engine.token")}
+            security = keyring.security()
         with ExitStack() as stack:
             thread = LoopThread()
             stack.callback(thread.close)
@@ -83,8 +105,10 @@ class TestAsyncStore(KvStoreConformance):
             def open_served(host_bytes: int, disk_bytes: int = 0) -> Any:
                 path = tmp_path / "data"
                 store = stack.enter_context(kvstore.open(path, host_bytes=host_bytes, disk_bytes=disk_bytes))
-                address = stack.enter_context(served(store, LISTEN[carrier].format(tmp_path), secrets=TENANT_SECRETS))
-                client = stack.enter_context(Blocking(kvstore.connect_async(address), thread))
+                address = stack.enter_context(
+                    served(store, LISTEN[carrier].format(tmp_path), secrets=TENANT_SECRETS, security=security)
+                )
+                client = stack.enter_context(Blocking(kvstore.connect_async(address, **shown), thread))
                 assert client.status().lane == carrier[:4]
                 return client
 

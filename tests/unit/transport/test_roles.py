@@ -7,7 +7,7 @@ import pytest
 from kvstore.errors import PermissionDeniedError
 from kvstore.transport import wire
 from kvstore.transport.principal import Principal, caller, enter
-from kvstore.transport.roles import OPEN_CALLS, OPEN_SERVICES, ROLES, Role, role_for, role_of
+from kvstore.transport.roles import EVERY_TENANT_CALLS, OPEN_CALLS, OPEN_SERVICES, ROLES, Role, role_for, role_of
 from kvstore.transport.server import SERVICES
 from kvstore.v1 import admin_service_pb2
 
@@ -39,12 +39,22 @@ def test_what_is_open_to_all_tells_of_no_tenant():
 @pytest.mark.parametrize("method", sorted(CALLS))
 @pytest.mark.parametrize("role", Role)
 def test_a_role_may_do_what_it_includes_and_nothing_more(method: str, role: Role):
-    principal = Principal("somebody", "team", role, "local")
+    principal = Principal("somebody", None, role, "local")
     if role >= ROLES[method]:
         principal.require(method)
     else:
         with pytest.raises(PermissionDeniedError, match=f"{method} needs the role {ROLES[method].word}"):
             principal.require(method)
+
+
+@pytest.mark.parametrize("method", sorted(CALLS))
+def test_what_is_about_the_blocks_of_all_tenants_is_not_for_one(method: str):
+    operator = Principal("somebody", "team", Role.ADMIN, "local")
+    if method in EVERY_TENANT_CALLS:
+        with pytest.raises(PermissionDeniedError, match=f"{method} is about the blocks of all tenants"):
+            operator.require(method)
+    else:
+        operator.require(method)
 
 
 @pytest.mark.parametrize("word", ["", "Admin", "root", None, 3, ["admin"]])
