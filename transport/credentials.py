@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -44,14 +43,13 @@ class _Kept:
 class Credentials:
     """Files of a client. They are read again for a new connection, so a new certificate or token needs no restart.
 
-    Thread-safe; `_lock` guards `_kept`.
+    Thread-safe, and in the child of a fork too: `_kept` is set at once, and two threads may both make what it has.
     """
 
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     token_file: Path | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _kept: _Kept | None = field(default=None, repr=False)
 
     def check(self) -> None:
@@ -85,11 +83,10 @@ class Credentials:
     def context(self) -> ssl.SSLContext:
         """What a connection of the fast lane is made with: TLS 1.3, the server's name verified."""
         files = [path for path in (self.tls_ca, self.tls_cert, self.tls_key) if path is not None]
-        with self._lock:
-            now = signature(files)
-            if self._kept is None or self._kept.signature != now:
-                self._kept = _Kept(self._make_context(), now)
-            return self._kept.context
+        kept, now = self._kept, signature(files)
+        if kept is None or kept.signature != now:
+            kept = self._kept = _Kept(self._make_context(), now)
+        return kept.context
 
     def _make_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

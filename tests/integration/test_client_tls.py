@@ -1,17 +1,19 @@
-"""The client for event loops over TLS, with tokens: it gets in as the client for threads does, on both lanes."""
+"""Clients that show certificates and tokens: those for event loops get in as those for threads do, on both lanes."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from kvstore.testing.blocks import expected_rows
+from kvstore.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, UnavailableError
+from kvstore.testing.blocks import expected_rows, store_prompt
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
 from kvstore.testing.serving import ServedStore
 from kvstore.transport import convert
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvstore.events import EventPage
     from kvstore.transport.aio import AsyncClient
+    from kvstore.transport.breaker import BreakerStatus
 
 pytest.importorskip("cryptography", reason="needs the extra certs")
 from kvstore.testing.securing import Keyring
@@ -164,6 +167,38 @@ def test_an_await_that_is_cancelled_in_the_handshake_leaves_no_connection(keyrin
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         asyncio.run(give_up(f"tls://127.0.0.1:{listening.getsockname()[1]}"))
+
+
+@pytest.mark.kill
+def test_a_child_of_a_fork_opens_a_session_of_its_own_over_tls(served: ServedStore, keyring: Keyring):
+    token_file = keyring.path("writer.token")
+    with kvstore.connect(served.addresses[0], tls_ca=keyring.ca, token_file=token_file) as client:
+        store_prompt(client, NAMESPACE, PROMPT)
+        child = os.fork()
+        if child == 0:
+            os._exit(client.match(NAMESPACE, PROMPT).blocks)
+        assert BLOCKS == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert BLOCKS == client.match(NAMESPACE, PROMPT).blocks
+
+
+def test_a_server_that_comes_back_and_knows_us_no_more_says_so_itself(tmp_path: Path, keyring: Keyring):
+    address = f"unix://{tmp_path}/s"
+    closed = threading.Event()
+
+    def changed(status: BreakerStatus) -> None:
+        if status.state is BreakerState.CLOSED:
+            closed.set()
+
+    stranger = kvstore.connect(address, on_breaker_change=changed)
+    with stranger as client, kvstore.open(None, host_bytes=MIB) as store:
+        for _ in range(3):
+            with pytest.raises(UnavailableError):
+                client.stats()
+        assert BreakerState.CLOSED is not client.breaker.state
+        with ServedStore(store, [address], security=keyring.security()):
+            assert closed.wait(ANSWER_SECONDS)
+            with pytest.raises(UnauthenticatedError):
+                client.stats()
 
 
 @pytest.mark.parametrize("connect", [kvstore.connect, kvstore.connect_async])
