@@ -108,6 +108,21 @@ def test_what_the_role_does_not_allow_is_refused_and_the_session_goes_on(address
     asyncio.run(work())
 
 
+def test_the_disk_of_all_tenants_is_read_by_no_operator_of_one(address: str, served: ServedStore, keyring: Keyring):
+    for name, tenant in (("operator", "ours"), ("root", "*")):
+        keyring.let_in(name, tenant, "admin")
+    served.reload()
+
+    async def work() -> int:
+        async with connected(address, keyring, "operator") as client:
+            with pytest.raises(PermissionDeniedError, match="all tenants"):
+                await client.scrub()
+        async with connected(address, keyring, "root") as client:
+            return (await client.scrub()).blocks
+
+    assert 0 == asyncio.run(work())
+
+
 def test_a_stranger_is_told_so_and_no_breaker_opens(address: str, keyring: Keyring):
     async def work() -> BreakerState:
         async with kvstore.connect_async(address, tls_ca=keyring.ca) as client:
