@@ -77,11 +77,13 @@ def run_load(
 ) -> LoadReport:
     """Put the load on the server, and take its blocks away again. `progress` is told the share of the time.
 
-    Raises UnavailableError if the server does not answer before the load begins.
+    Before the load begins, raises UnavailableError if the server does not answer, PermissionDeniedError if these
+    blocks may not be taken away.
     """
     with kvstore.connect(plan.address, lookup_seconds=5.0, **plan.files) as client:
         if not client.status().serving:
             raise UnavailableError(f"{plan.address} takes no calls now")
+        client.clear(plan.namespace)
         report = LoadReport(plan.seconds, Tally(), 0)
         _run_processes(plan, report, sample, progress)
         client.clear(plan.namespace)

@@ -124,6 +124,12 @@ def test_commands_take_what_they_show_from_the_settings(
     assert 0 == main(["verify"])
 
 
+def test_a_load_is_put_on_a_sidecar_over_tls(secured: Secured, capsys: pytest.CaptureFixture[str]):
+    few = ["--clients", "1", "--seconds", "300ms", "--prompts", "2", "--prompt-tokens", "64"]
+    assert 0 == main(["bench", "load", *few, *secured.flags(), "--json"])
+    assert {} == json.loads(capsys.readouterr().out)["errors"]
+
+
 def test_a_token_is_revoked_by_its_entry_and_a_new_one_let_in(secured: Secured):
     with kvstore.connect(secured.address, tls_ca=secured.keyring.ca, token_file=secured.tokens["engine"]) as engine:
         assert 0 == engine.match(NAMESPACE, TOKENS).blocks
