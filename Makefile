@@ -18,7 +18,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full bench gpu check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full bench soak gpu check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -27,8 +27,10 @@ help:
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
+	@echo 'make soak          ten minutes of load on a sidecar, which must not grow'
 	@echo 'make gpu           on a machine with a CUDA GPU: its tests, and what copies cost'
 	@echo 'make protos        regenerate the code of protos/'
+	@echo 'make baseline      at a release: what protos/ may not break from then on'
 	@echo 'make clean         remove what was built, but not .venv'
 
 dev: $(STAMPS)/install
@@ -60,6 +62,10 @@ bench: dev
 	$(BIN)/python bench/bench_radix.py --json bench/results/radix-16-100k.json
 	$(BIN)/python bench/bench_radix.py --blocks 1000000 --json bench/results/radix-16-1m.json
 
+# Ten minutes of load: the server's memory, files and threads must stay as they are.
+soak: dev
+	KVSTORE_SOAK_SECONDS=600 $(BIN)/pytest tests/integration/test_soak.py -m slow -o timeout=900
+
 # GPU_PYTHON names another Python that has kvstore, torch with CUDA, CuPy and pytest.
 GPU_PYTHON ?= $(BIN)/python
 gpu:
@@ -76,10 +82,16 @@ types: dev
 layers: dev
 	$(BIN)/lint-imports --no-cache
 
+# What was released is protos/baseline: fields may be added to it, and nothing of it changed.
+BASELINE := protos/baseline/kvstore-v1.binpb
 lint-protos:
-	@if ! command -v npx >/dev/null; then echo 'buf lint: skipped, npx is not installed'; \
-	elif ! $(BUF) --version >/dev/null 2>&1; then echo 'buf lint: skipped, the package @bufbuild/buf cannot be had'; \
-	else echo 'buf lint'; $(BUF) lint; fi
+	@if ! command -v npx >/dev/null; then echo 'buf: skipped, npx is not installed'; \
+	elif ! $(BUF) --version >/dev/null 2>&1; then echo 'buf: skipped, the package @bufbuild/buf cannot be had'; \
+	else echo 'buf lint'; $(BUF) lint && echo 'buf breaking' && $(BUF) breaking --against $(BASELINE); fi
+
+.PHONY: baseline
+baseline:
+	$(BUF) build --exclude-source-info -o $(BASELINE)
 
 protos: dev
 	$(call generate_protos,protos)

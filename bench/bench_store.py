@@ -188,7 +188,7 @@ def main() -> None:
         with kvstore.open(host_bytes=512 * MIB, settings=UNBOUNDED) as store:
             measure_lookups(bench, "embedded", store)
             measure_bytes(bench, "embedded", store)
-        with sidecar(folder) as address, kvstore.connect(address) as client:
+        with sidecar(folder) as address, kvstore.connect(address, lookup_seconds=5.0) as client:
             measure_lookups(bench, "gRPC, Unix socket", client)
             measure_bytes(bench, "gRPC, Unix socket", client)
         measure_echo(bench, folder)

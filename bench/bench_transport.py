@@ -4,7 +4,8 @@
 
 Lookups of 8k tokens whose blocks are all stored: one at a time, by several clients, and while bytes move. Loads and
 stores of 64 MiB in blocks of 256 KiB, 1 MiB and 4 MiB. Floors (socket_floor.py): an echo of as many bytes as a lookup
-sends and receives, and sendall/recv_into of the same bytes on one connection. Floor and measured calls alternate, so
+sends and receives, and sendall/recv_into of the same bytes on one connection, of TLS those of Python's ssl sockets
+(`--only tls` measures these alone; certificates need the package cryptography). Floor and measured calls alternate, so
 that what else the machine does meets both; rates are medians. CPU seconds are those of client and sidecar together.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from machine import describe
 from socket_floor import HELLO, receive_all
 
 import kvstore
+from kvstore.certificates import make_certificates
 from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
@@ -104,29 +107,46 @@ class Sidecar:
     """A `kvstore serve` process with an address of each kind."""
 
     def __init__(self, stack: ExitStack, folder: str) -> None:
-        listen = f"unix://{folder}/both,127.0.0.1:0,grpc+unix://{folder}/grpc,grpc://127.0.0.1:0"
+        listen = f"unix://{folder}/both,127.0.0.1:0,grpc+unix://{folder}/grpc,grpc://127.0.0.1:0,tls://localhost:0"
         command = (sys.executable, "-P", "-m", "kvstore.cli", "serve", "--host-bytes", "768MiB", "--listen", listen)
-        started = stack.enter_context(process(*command, *UNBOUNDED, "--set", "log.level=warning"))
+        secured = ("--tls-cert", f"{folder}/pki/server.pem", "--tls-key", f"{folder}/pki/server.key")
+        settings = (*UNBOUNDED, "--set", "log.level=warning", "--set", "auth.local_role=admin")
+        started = stack.enter_context(process(*command, *secured, *settings))
         assert started.stdout is not None
         self.pid = started.pid
-        self.unix, self.tcp, self.grpc_unix, self.grpc_tcp = json.loads(started.stdout.readline())["listen"]
+        listening = json.loads(started.stdout.readline())["listen"]
+        self.unix, self.tcp, self.grpc_unix, self.grpc_tcp, self.tls = listening
 
-    def cpu_seconds(self) -> float:
-        """CPU time of the sidecar and of this process."""
-        user, system = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / CLOCK_TICKS + time.process_time()
+
+def cpu_seconds(*pids: int) -> float:
+    """CPU time of these processes and of this one."""
+    ticks = 0
+    for pid in pids:
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        ticks += int(user) + int(system)
+    return ticks / CLOCK_TICKS + time.process_time()
 
 
 class Floor:
     """Bare sockets in a process of their own."""
 
     def __init__(self, stack: ExitStack, folder: str) -> None:
+        self.folder = folder
         self._path = f"{folder}/floor"
         started = stack.enter_context(
-            process(sys.executable, str(Path(__file__).with_name("socket_floor.py")), self._path)
+            process(
+                sys.executable,
+                str(Path(__file__).with_name("socket_floor.py")),
+                self._path,
+                f"{folder}/pki/server.pem",
+                f"{folder}/pki/server.key",
+            )
         )
         assert started.stdout is not None
-        self._port = int(started.stdout.readline())
+        self.pid = started.pid
+        self._port, self._tls_port = map(int, started.stdout.readline().split())
+        self._context = ssl.create_default_context(cafile=f"{folder}/pki/ca.pem")
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._stack = stack
 
     def connect(self, carrier: str, kind: bytes, request_bytes: int, answer_bytes: int) -> socket.socket:
@@ -134,8 +154,11 @@ class Floor:
             connected = socket.socket(socket.AF_UNIX)
             connected.connect(self._path)
         else:
-            connected = socket.create_connection(("127.0.0.1", self._port))
+            port = self._tls_port if carrier == "tls" else self._port
+            connected = socket.create_connection(("127.0.0.1", port))
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if carrier == "tls":
+                connected = self._context.wrap_socket(connected, server_hostname="localhost")
         self._stack.enter_context(connected)
         connected.sendall(HELLO.pack(kind, request_bytes, answer_bytes))
         return connected
@@ -167,12 +190,12 @@ def measure_lookups(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float) 
     prompt = np.arange(TOKENS, dtype=np.uint32)
     grown = [np.concatenate([prompt, np.arange(16 * turn, dtype=np.uint32)]) for turn in range(1, 200)]
     others = [np.arange(TOKENS, dtype=np.uint32) + TOKENS * (turn + 1) for turn in range(FORGOTTEN)]
-    with kvstore.connect(sidecar.unix) as client:
+    with kvstore.connect(sidecar.unix, lookup_seconds=5.0) as client:
         for one in (prompt, *others):
             store(client, LOOKUPS, one)
             assert client.match(LOOKUPS, one).blocks == TOKENS // 16
     for carrier, address in (("unix", sidecar.unix), ("tcp", sidecar.tcp)):
-        with kvstore.connect(address) as client:
+        with kvstore.connect(address, lookup_seconds=5.0) as client:
             for what, prompts, request_bytes in (
                 ("known prompt", [prompt], KNOWN_BYTES),
                 ("grown prompt", grown, GROWN_BYTES),
@@ -187,7 +210,10 @@ def measure_lookups(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float) 
 
 def measure_grpc_lookups(rows: Rows, sidecar: Sidecar, prompts: list[np.ndarray], seconds: float) -> None:
     """What passing gRPC's connections on costs them."""
-    with kvstore.connect(f"grpc+{sidecar.unix}") as passed, kvstore.connect(sidecar.grpc_unix) as alone:
+    with (
+        kvstore.connect(f"grpc+{sidecar.unix}", lookup_seconds=5.0) as passed,
+        kvstore.connect(sidecar.grpc_unix, lookup_seconds=5.0) as alone,
+    ):
         through, direct = alternate(seconds, lookup_of(passed, prompts), lookup_of(alone, prompts))
     ratio = round(statistics.median(through) / statistics.median(direct), 2)
     rows.keep(op="match", lane="grpc, shared address", carrier="unix", **spread(through), alone_ratio=ratio)
@@ -203,7 +229,7 @@ import kvstore
 address, threads, seconds = sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 prompt = np.arange(TOKENS, dtype=np.uint32)
 counts = []
-with kvstore.connect(address) as client:
+with kvstore.connect(address, lookup_seconds=5.0) as client:
     client.match(LOOKUPS, prompt)
     until = time.perf_counter() + seconds
     def work():
@@ -234,7 +260,7 @@ def measure_beside_bulk(rows: Rows, sidecar: Sidecar, seconds: float) -> None:
     command = [sys.executable, str(Path(__file__)), "--traffic", sidecar.unix]
     prompt = np.arange(TOKENS, dtype=np.uint32)
     with ExitStack() as stack:
-        client = stack.enter_context(kvstore.connect(sidecar.unix))
+        client = stack.enter_context(kvstore.connect(sidecar.unix, lookup_seconds=5.0))
         started = [stack.enter_context(process(*command, kind)) for kind in ("load", "store")]
         outputs = [one.stdout for one in started if one.stdout is not None]
         for output in outputs:
@@ -256,7 +282,7 @@ def traffic(address: str, kind: str) -> None:
 
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    with kvstore.connect(address) as client:
+    with kvstore.connect(address, lookup_seconds=5.0) as client:
         step = _loading(client) if kind == "load" else _storing(client)
         amount = step()
         print("ready", flush=True)
@@ -336,14 +362,18 @@ class Bulk:
         self._client.clear(self._namespace)
 
 
-def measure_bulk(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float) -> None:
+def measure_bulk(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float, only: str | None) -> None:
     """Bytes on one connection, on each lane, beside plain sendall and recv_into."""
     source = np.random.default_rng(1).integers(0, 256, BULK_BYTES, dtype=np.uint8)
     target = np.zeros_like(source)
     for carrier, wire_address, grpc_address in (
         ("tcp", sidecar.tcp, sidecar.grpc_tcp),
         ("unix", sidecar.unix, sidecar.grpc_unix),
+        ("tls", sidecar.tls, f"grpc+{sidecar.tls}"),
     ):
+        if only not in (None, carrier):
+            continue
+        ca = f"{floor.folder}/pki/ca.pem" if carrier == "tls" else None
         sender = floor.connect(carrier, b"s", BULK_BYTES, 0)
         taker = floor.connect(carrier, b"r", BULK_BYTES, 0)
 
@@ -360,36 +390,40 @@ def measure_bulk(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float) -> 
             return time.perf_counter() - start
 
         for block_bytes in BLOCK_BYTES:
-            with kvstore.connect(wire_address) as wire, kvstore.connect(grpc_address) as grpc:
+            with (
+                kvstore.connect(wire_address, tls_ca=ca, lookup_seconds=5.0) as wire,
+                kvstore.connect(grpc_address, tls_ca=ca, lookup_seconds=5.0) as grpc,
+            ):
                 lanes = {"wire": Bulk(wire, block_bytes, source, target)}
                 lanes["grpc"] = Bulk(grpc, block_bytes, source, target)
                 for op, plain in (("load", floor_load), ("store", floor_store)):
                     calls = {"floor": plain, **{lane: getattr(bulk, op) for lane, bulk in lanes.items()}}
-                    keep_bulk(rows, sidecar, calls, seconds, op=op, carrier=carrier, block_bytes=block_bytes)
+                    pids = (sidecar.pid, floor.pid)
+                    keep_bulk(rows, pids, calls, seconds, op=op, carrier=carrier, block_bytes=block_bytes)
                 for bulk in lanes.values():
                     bulk.clear()
 
 
 def keep_bulk(
-    rows: Rows, sidecar: Sidecar, calls: dict[str, Callable[[], float]], seconds: float, **named: object
+    rows: Rows, pids: tuple[int, ...], calls: dict[str, Callable[[], float]], seconds: float, **named: object
 ) -> None:
     times: dict[str, list[float]] = {lane: [] for lane in calls}
-    cpu_seconds = dict.fromkeys(calls, 0.0)
+    used_seconds = dict.fromkeys(calls, 0.0)
     for call in calls.values():
         call()
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(times["floor"]) < 5:
         for lane, call in calls.items():
-            before = sidecar.cpu_seconds()
+            before = cpu_seconds(*pids)
             times[lane].append(call())
-            cpu_seconds[lane] += sidecar.cpu_seconds() - before
+            used_seconds[lane] += cpu_seconds(*pids) - before
     plain = statistics.median(times["floor"])
     for lane, taken in times.items():
         median = statistics.median(taken)
         row = {"lane": lane, **named, "gb_per_s": round(BULK_BYTES / median / 1e9, 2)}
         if lane != "floor":
             row["of_floor"] = round(plain / median, 2)
-            row["cpu_s_per_gb"] = round(cpu_seconds[lane] / (len(taken) * BULK_BYTES / 1e9), 2)
+        row["cpu_s_per_gb"] = round(used_seconds[lane] / (len(taken) * BULK_BYTES / 1e9), 2)
         rows.keep(**row)
 
 
@@ -398,6 +432,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each measurement")
     parser.add_argument("--json", type=Path, help="file to write the rows to")
+    parser.add_argument("--only", choices=("tls", "tcp", "unix"), help="bytes over this alone, and no lookups")
     parser.add_argument("--traffic", nargs=2, metavar=("ADDRESS", "KIND"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.traffic:
@@ -405,11 +440,14 @@ def main() -> None:
         return
     rows = Rows()
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as folder, ExitStack() as stack:
+        make_certificates(Path(folder, "pki"), hosts=["localhost"], clients=[], days=1)
         sidecar, floor = Sidecar(stack, folder), Floor(stack, folder)
-        measure_lookups(rows, sidecar, floor, arguments.seconds)
-        measure_rate(rows, sidecar, arguments.seconds)
-        measure_bulk(rows, sidecar, floor, arguments.seconds)
-        measure_beside_bulk(rows, sidecar, arguments.seconds)
+        if arguments.only is None:
+            measure_lookups(rows, sidecar, floor, arguments.seconds)
+            measure_rate(rows, sidecar, arguments.seconds)
+        measure_bulk(rows, sidecar, floor, arguments.seconds, arguments.only)
+        if arguments.only is None:
+            measure_beside_bulk(rows, sidecar, arguments.seconds)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": describe(), "rows": rows.rows}, indent=1) + "\n")
 

@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from kvstore.errors import KvstoreError, NoSpaceError, UnavailableError
+from kvstore.tokens import as_token_array
+from kvstore.types import PLAIN_ROOT, CommitResult, PrefixMatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvstore.api import KvStore
+    from kvstore.api import BlockBuffer, KvStore
     from kvstore.clock import Clock
-    from kvstore.types import PrefixMatch
+    from kvstore.tokens import Tokens
+    from kvstore.types import Namespace, Root
 
 logger = logging.getLogger(__name__)
 
@@ -330,3 +333,76 @@ class ConnectorCounters:
                 bypassed=dict(self._bypassed),
                 failures=dict(self._failures),
             )
+
+
+class CacheClient:
+    """A store as a connector sees it: every failure is a miss, and nothing raises.
+
+    `match` finds 0 blocks, `load` brings none, `store` stores nothing. Failures are counted by `counters`, and logged
+    once for each kind. How long a call may take, and when a server is not asked any more, the client of that server
+    decides (kvstore.connect); an embedded store is asked always.
+    """
+
+    def __init__(self, store: KvStore, counters: ConnectorCounters) -> None:
+        self._store = store
+        self._counters = counters
+
+    def match(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, request_id: str | None = None
+    ) -> PrefixMatch:
+        """The longest stored prefix; of 0 blocks where the store does not answer."""
+
+        def find() -> PrefixMatch:
+            prompt = as_token_array(tokens)
+            self._counters.add(lookups=1, lookup_tokens=len(prompt))
+            return self._store.match(namespace, prompt, root=root, request_id=request_id)
+
+        nothing = PrefixMatch(namespace, PLAIN_ROOT if root is None else root, as_token_array(()), 0, ())
+        found = self._or(nothing, find)
+        self._counters.add(matched_tokens=found.tokens)
+        return found
+
+    def load(self, match: PrefixMatch, buffer: BlockBuffer, *, part: int | None = None) -> int:
+        """Copy the leading blocks of a match into the rows of `buffer`; returns how many of them are right.
+
+        The rows behind them are undefined.
+        """
+
+        def fill() -> int:
+            with self._store.lease(match) as lease:
+                return lease.load_into(buffer, part=part).blocks
+
+        blocks = self._or(0, fill) if match.blocks else 0
+        if blocks:
+            self._counters.add(loaded_tokens=blocks * match.namespace.layout.block_tokens)
+        return blocks
+
+    def store(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        buffer: BlockBuffer,
+        *,
+        root: Root | None = None,
+        from_block: int = 0,
+    ) -> CommitResult:
+        """Store the rows of `buffer`: block `from_block` and those behind it. Says what became visible."""
+
+        def write() -> CommitResult:
+            with self._store.stage(namespace, tokens, root=root, from_block=from_block) as stage:
+                if stage.blocks:
+                    stage.write_from(buffer, from_block=from_block)
+                return stage.commit()
+
+        result = self._or(CommitResult(0, 0, 0), write)
+        self._counters.add(
+            stored_blocks=result.blocks, present_blocks=result.present_blocks, refused_blocks=result.refused_blocks
+        )
+        return result
+
+    def _or(self, miss: T, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001  # the engine goes on whatever it was; counted
+            self._counters.count_failure(error)
+            return miss

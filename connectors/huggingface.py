@@ -166,7 +166,7 @@ class HuggingFaceConnector:
         self._clock = clock
         self._watch = WeightsWatch(model)
         # Connecting happens at the first call; here only the address is checked.
-        self._store = kvstore.connect(store) if isinstance(store, str) else store
+        self._store = kvstore.connect(store, lookup_seconds=limits.lookup_seconds) if isinstance(store, str) else store
         self._breaker = breaker = CircuitBreaker(clock)
         self._counters = counters = ConnectorCounters()
         self._verified: bool | None = None

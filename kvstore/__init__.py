@@ -1,7 +1,7 @@
 """kvstore: a prefix-aware KV-cache tiering service for LLM inference.
 
 `open()` gives a store embedded in this process, `connect()` the same interface (kvstore.api.KvStore) against a
-sidecar. Importing this package imports neither torch nor grpc.
+sidecar, `connect_async()` its methods as awaitables. Importing this package imports neither torch nor grpc.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvstore.errors import (
     PermissionDeniedError,
     StorageError,
     StorageFormatError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from kvstore.layer_groups import Recurrent, SlidingWindow
@@ -44,6 +45,7 @@ from kvstore.types import (
 if TYPE_CHECKING:
     from kvstore.api import KvStore, Lease, Stage
     from kvstore.store import open_store as open  # noqa: A004
+    from kvstore.transport.aio import connect_async
     from kvstore.transport.client import connect
 
 __version__ = "0.1.0"
@@ -78,9 +80,11 @@ __all__ = [
     "StoreStats",
     "Tier",
     "TierStats",
+    "UnauthenticatedError",
     "UnavailableError",
     "Verification",
     "connect",
+    "connect_async",
     "open",
 ]
 
@@ -89,6 +93,7 @@ _LAZY = {
     "Lease": ("kvstore.api", "Lease"),
     "Stage": ("kvstore.api", "Stage"),
     "connect": ("kvstore.transport.client", "connect"),
+    "connect_async": ("kvstore.transport.aio", "connect_async"),
     "open": ("kvstore.store", "open_store"),
 }
 

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
-from kvstore.setting_values import PARSERS, Kind
+from kvstore.security_config import AuthConfig, ClientConfig, TlsConfig
+from kvstore.setting_values import PARSERS, Kind, Rule
+from kvstore.setting_values import setting as _setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,18 +38,6 @@ _SECONDS_MAX = 30 * 86400
 EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
 HUGE_PAGES = ("auto", "never", "required")  # that of kvstore.tiers, likewise
 DISK_ADMISSIONS = ("worth", "demotion", "reuse", "write_through")  # those of kvstore.store
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What a field of the tree takes; `auto` says in words what a value of None means."""
-
-    kind: Kind
-    sentence: str
-    minimum: int = 0
-    maximum: int | None = None
-    choices: tuple[str, ...] = ()
-    auto: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +59,6 @@ class Setting:
         return format_value(self, self.default)
 
 
-def _setting(default: object, kind: Kind, sentence: str, **limits: Any) -> Any:  # noqa: ANN401  # as dataclasses.field
-    return field(default=default, metadata={"rule": Rule(kind, sentence, **limits)})
-
-
 def _limit(default: int, sentence: str, kind: Kind = Kind.COUNT) -> Any:  # noqa: ANN401  # as dataclasses.field
     return _setting(default, kind, sentence, minimum=1, maximum=2**31 - 1)
 
@@ -86,8 +72,12 @@ class ServerConfig:
     """Where the sidecar answers and how it stops."""
 
     listen: tuple[str, ...] = _setting(
-        (DEFAULT_ADDRESS,), Kind.LIST, "Addresses to serve on: unix:///path, or host:port on loopback (port 0: any)."
+        (DEFAULT_ADDRESS,),
+        Kind.LIST,
+        "Addresses to serve on: unix:///path, host:port on loopback, tls://host:port (port 0: any).",
     )
+    unix_mode: str = _setting("0600", Kind.TEXT, "Mode of Unix sockets, octal; 0660 lets server.unix_group in.")
+    unix_group: str = _setting("", Kind.TEXT, "Group of Unix sockets, by name or number; empty: the server's own.")
     metrics_address: str = _setting(
         "", Kind.TEXT, "host:port of the Prometheus page /metrics, on loopback (port 0: any); empty: no page."
     )
@@ -169,6 +159,19 @@ class LimitsConfig:
     prefetch_waiters: int = _limit(32, "Callers that wait for prefetches at a time.")
     event_readers: int = _limit(32, "Readers that wait for events at a time.")
     pin_tokens: int = _limit(2**20, "Tokens of one pinned prompt.")
+    prompt_tokens: int = _limit(4 * 2**20, "Tokens of one prompt, whatever is asked about it.")
+    calls_per_tenant: int = _limit(1024, "Calls that the clients of one tenant have under way.")
+    leases_per_tenant: int = _limit(4096, "Leases that the clients of one tenant hold.")
+    stages_per_tenant: int = _limit(1024, "Stores that the clients of one tenant have begun and not ended.")
+    leased_bytes_per_tenant: int = _setting(
+        0,
+        Kind.SIZE,
+        "Bytes that the leases of one tenant protect, each lease counted in full; 0: no limit.",
+        maximum=_SIZE_BYTES_MAX,
+    )
+    calls_per_second_per_tenant: int = _setting(
+        0, Kind.COUNT, "Calls of one tenant that begin in a second; 0: no limit.", maximum=2**31 - 1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +301,10 @@ class Config:
 
     address: str = _setting(DEFAULT_ADDRESS, Kind.TEXT, "Where commands such as `kvstore stats` find the sidecar.")
     data_dir: str = _setting("", Kind.TEXT, "Folder for everything that outlives the process; empty: no disk tier.")
+    client: ClientConfig = field(default_factory=ClientConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -373,12 +379,12 @@ def format_value(setting: Setting, value: object) -> str:
         return f"auto ({setting.rule.auto})"
     if isinstance(value, tuple):
         return ",".join(value)
+    if setting.rule.kind is Kind.SWITCH:
+        return "true" if value else "false"
     if setting.rule.kind is Kind.SIZE and isinstance(value, int):
         return format_size(value)
     if setting.rule.kind is Kind.DURATION:
         return f"{value:.12g}s"
-    if setting.rule.kind is Kind.SWITCH:
-        return str(value).lower()
     return str(value)
 
 

@@ -8,7 +8,8 @@
         InvalidBufferError                       a buffer of the wrong shape, size, or not writable
         ConfigError                              a setting that is unknown, malformed or out of range
       LayoutMismatchError                        the other side holds this namespace under another layout
-      PermissionDeniedError                      the secret of a namespace was not proven
+      PermissionDeniedError                      the caller may not do this, or did not prove a namespace's secret
+      UnauthenticatedError                       who calls is not known: no token, or a wrong, expired or revoked one
       NoSpaceError                               a tier, lease or stage limit is reached and nothing may go
       UnavailableError                           the sidecar cannot be reached, is stopping, or was too slow
       ClosedError                                a store, lease or stage was used after its end
@@ -56,11 +57,20 @@ class LayoutMismatchError(KvstoreError):
 
 
 class PermissionDeniedError(KvstoreError):
-    """The caller did not prove the secret of the namespace."""
+    """The caller's role or tenant does not allow this, or the secret of the namespace was not proven."""
+
+
+class UnauthenticatedError(KvstoreError):
+    """Who calls is not known: there is no token or certificate, or one that is wrong, expired, revoked or untrusted."""
 
 
 class NoSpaceError(KvstoreError):
-    """A limit is reached and nothing may be evicted for this request; try later or raise the limit."""
+    """A limit is reached and nothing may be evicted for this request; try later or raise the limit.
+
+    `retry_after_seconds` is when it may go better, where that is known.
+    """
+
+    retry_after_seconds: float | None = None
 
 
 class UnavailableError(KvstoreError):

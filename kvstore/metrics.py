@@ -238,6 +238,16 @@ class ProcessState(Protocol):
         ...
 
     @property
+    def refused_by_tenant_limits(self) -> dict[str, int]:
+        """Calls refused for what their tenant has open already, or how fast it asks, by limit."""
+        ...
+
+    @property
+    def reloads(self) -> dict[tuple[str, str], int]:
+        """Loads of files that changed, by what was loaded and whether it was taken."""
+        ...
+
+    @property
     def resent_prompts(self) -> int:
         """Prompts that a client had to send whole since their beginning was not known here."""
         ...
@@ -270,6 +280,18 @@ PROCESS_METRICS = (
         "Connections that were refused, or ended for what came on them, by reason.",
         lambda process: _by_label(process.refused_connections),
         ("reason",),
+    ),
+    ProcessMetric(
+        "kvstore_tenant_refusals_total",
+        "Calls that were refused for what their tenant has open already, or how fast it asks, by limit.",
+        lambda process: _by_label(process.refused_by_tenant_limits),
+        ("limit",),
+    ),
+    ProcessMetric(
+        "kvstore_reloads_total",
+        "Certificates, access files and keys that were read again, by what came of it.",
+        lambda process: sorted(process.reloads.items()),
+        ("what", "outcome"),
     ),
     ProcessMetric(
         "kvstore_resent_prompts_total",

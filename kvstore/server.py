@@ -29,6 +29,7 @@ from kvstore.quantities import format_size
 from kvstore.store import Quota, StoreSettings, open_store
 from kvstore.tiers.memory_limit import memory_limit, share_bytes
 from kvstore.transport.limits import ServiceLimits
+from kvstore.transport.security import security_of
 from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
@@ -59,10 +60,13 @@ def run(config: Config, *, ready: TextIO) -> None:
         tenant: [read_secret(Path(file)) for file in known.secret_files] for tenant, known in config.tenants.items()
     }
     limits = ServiceLimits(**asdict(config.limits))
+    security = security_of(config)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_open(config))
         calls = CallMetrics()
-        server = TransportServer(store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls)
+        server = TransportServer(
+            store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls, security=security
+        )
         registry = make_registry(Readers(store.stats, store.host_memory), server, calls, __version__)
         address = config.server.metrics_address
         page = stack.enter_context(contextlib.closing(MetricsPage(registry, address))) if address else None
@@ -130,6 +134,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, _on_first_signal, loop, stop_asked)
+    reloading: set[asyncio.Task[None]] = set()
+    loop.add_signal_handler(signal.SIGHUP, _reload, server, reloading)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     listen = await server.start()
     # What is there now stays to the end. Looking through it for garbage would stop every call for 20 ms at times.
@@ -146,6 +152,13 @@ async def _serve(
     await stop_asked.wait()
     logger.info("stopping: grace_seconds=%g; a second signal ends the process at once", config.server.grace_seconds)
     await server.stop(config.server.grace_seconds)
+
+
+def _reload(server: TransportServer, reloading: set[asyncio.Task[None]]) -> None:
+    """Read certificates, access file and keys again."""
+    task = asyncio.get_running_loop().create_task(server.reload())
+    reloading.add(task)  # the loop itself keeps none
+    task.add_done_callback(reloading.discard)
 
 
 def _on_first_signal(loop: asyncio.AbstractEventLoop, stop_asked: asyncio.Event) -> None:

@@ -1,11 +1,12 @@
-"""What kinds of values settings take, and how each is read from a flag, the environment or a TOML file."""
+"""What a setting takes: its kind and rule, and how a value is read from a flag, the environment or a TOML file."""
 
 from __future__ import annotations
 
 import enum
 import math
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvstore.quantities import parse_duration, parse_size
 
@@ -24,6 +25,23 @@ class Kind(enum.Enum):
     SWITCH = "true or false"
     TEXT = "text"
     LIST = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a field of the tree takes; `auto` says in words what a value of None means."""
+
+    kind: Kind
+    sentence: str
+    minimum: int = 0
+    maximum: int | None = None
+    choices: tuple[str, ...] = ()
+    auto: str = ""
+
+
+def setting(default: object, kind: Kind, sentence: str, **limits: Any) -> Any:  # noqa: ANN401  # as dataclasses.field
+    """A field of a section, with its default and its rule."""
+    return field(default=default, metadata={"rule": Rule(kind, sentence, **limits)})
 
 
 def _as_size(value: object) -> int:

@@ -3,21 +3,32 @@
 unix:///run/kvstore.sock    a Unix socket, by absolute path
 127.0.0.1:7070              TCP; [::1]:7070 is IPv6, port 0 lets a server choose
 
-Both carry the fast lane and gRPC. grpc+unix:///path and grpc://host:port ask for gRPC alone: a client does not try the
-fast lane then, and a server does not offer it.
+tls://node-7.example:7070   TLS over TCP: the only form that may leave this machine
+
+All carry the fast lane and gRPC. grpc+unix:///path, grpc://host:port and grpc+tls://host:port ask for gRPC alone: a
+client does not try the fast lane then, and a server does not offer it.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
 
+if TYPE_CHECKING:
+    from kvstore.transport.credentials import Credentials
+
 SOCKET_PATH_BYTES_MAX = 107
 _UNIX_SCHEMES = {"unix://": False, "grpc+unix://": True}
-_TCP_SCHEME = "grpc://"
+_TCP_SCHEMES = {  # gRPC alone, TLS
+    "grpc+tls://": (True, True),
+    "tls://": (False, True),
+    "grpc://": (True, False),
+}
+_TCP_SCHEME_OF = {kind: scheme for scheme, kind in _TCP_SCHEMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,7 @@ class UnixAddress:
 
     path: str
     grpc_only: bool = False
+    credentials: Credentials | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{'grpc+' if self.grpc_only else ''}unix://{self.path}"
@@ -38,14 +50,16 @@ class UnixAddress:
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A TCP host and port; `host` has no brackets."""
+    """A TCP host and port; `host` has no brackets. `credentials` are what a client shows and whom it trusts."""
 
     host: str
     port: int
     grpc_only: bool = False
+    tls: bool = False
+    credentials: Credentials | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{_TCP_SCHEME if self.grpc_only else ''}{self.host_and_port}"
+        return f"{_TCP_SCHEME_OF.get((self.grpc_only, self.tls), '')}{self.host_and_port}"
 
     @property
     def host_and_port(self) -> str:
@@ -73,12 +87,16 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
     for scheme, grpc_only in _UNIX_SCHEMES.items():
         if text.startswith(scheme):
             return UnixAddress(_socket_path(text, text.removeprefix(scheme)), grpc_only)
-    rest = text.removeprefix(_TCP_SCHEME)
-    if "://" in rest:
+    for scheme, (grpc_only, tls) in _TCP_SCHEMES.items():
+        if text.startswith(scheme):
+            host, port = _host_and_port(text, text.removeprefix(scheme))
+            return TcpAddress(host, port, grpc_only, tls)
+    if "://" in text:
         raise ConfigError(
-            f"address {text!r} has an unknown scheme, expected unix:///path, grpc://host:port or host:port"
+            f"address {text!r} has an unknown scheme, expected unix:///path, tls://host:port, grpc://host:port or "
+            "host:port"
         )
-    return _tcp_address(text, rest)
+    return TcpAddress(*_host_and_port(text, text))
 
 
 def _socket_path(text: str, path: str) -> str:
@@ -95,11 +113,11 @@ def _socket_path(text: str, path: str) -> str:
     return path
 
 
-def _tcp_address(text: str, rest: str) -> TcpAddress:
+def _host_and_port(text: str, rest: str) -> tuple[str, int]:
     host, separator, port_text = rest.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not separator or not host or "/" in host or (":" in host and not bracketed):
         raise ConfigError(f"address {text!r} is not host:port; write IPv6 as [::1]:7070")
     if not (port_text.isascii() and port_text.isdigit() and int(port_text) <= 65535):
         raise ConfigError(f"address {text!r} has port {port_text!r}, expected 0..65535")
-    return TcpAddress(host[1:-1] if bracketed else host, int(port_text), text.startswith(_TCP_SCHEME))
+    return host[1:-1] if bracketed else host, int(port_text)

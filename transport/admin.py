@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from kvstore.api import SCRUB_BYTES
 from kvstore.errors import NoSpaceError
 from kvstore.transport import convert
+from kvstore.transport.principal import caller
+from kvstore.types import Verification
 from kvstore.v1 import admin_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -38,11 +40,17 @@ class AdminService:
             partial(self._store.pin, namespace, tokens, root=root, ttl_seconds=ttl_seconds),
             undo=lambda done: self._store.unpin(done.pin_id),
         )
+        self._state.pins.add(pin.pin_id, namespace.tenant)
         return convert.pin_to_proto(pin)
 
     async def unpin(self, request: pb.UnpinRequest) -> pb.UnpinResponse:
-        """End a pin."""
-        return pb.UnpinResponse(found=await self._state.short.run(partial(self._store.unpin, request.pin_id)))
+        """End a pin; that of another tenant is not known."""
+        tenant = caller().tenant
+        if tenant is not None and not self._state.pins.is_of(request.pin_id, tenant):
+            return pb.UnpinResponse(found=False)
+        found = await self._state.short.run(partial(self._store.unpin, request.pin_id))
+        self._state.pins.remove(request.pin_id)
+        return pb.UnpinResponse(found=found)
 
     async def evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
         """Drop a prefix."""
@@ -63,8 +71,11 @@ class AdminService:
         return pb.FlushResponse()
 
     async def verify(self, _request: pb.VerifyRequest) -> pb.VerifyResponse:
-        """Check the index."""
+        """Check the index; to a tenant tell what was found in its own namespaces."""
         found = await self._state.long.run(self._store.verify)
+        tenant = caller().tenant
+        if tenant is not None:
+            found = _of_namespaces(found, [bytes(owned).hex() for owned in self._state.namespaces.of(tenant)])
         return pb.VerifyResponse(namespaces=found.namespaces, blocks=found.blocks, problems=found.problems)
 
     async def scrub(self, request: pb.ScrubRequest) -> pb.ScrubResponse:
@@ -75,3 +86,9 @@ class AdminService:
 
     def _namespace(self, session_id: bytes, ns_id: bytes) -> Namespace:
         return self._state.sessions.get(session_id).namespace(ns_id)
+
+
+def _of_namespaces(found: Verification, ns_ids: list[str]) -> Verification:
+    """What concerns these namespaces: the problems by their names, and no number of blocks, which is of all."""
+    problems = tuple(text for text in found.problems if any(ns_id in text for ns_id in ns_ids))
+    return Verification(len(ns_ids), 0, problems)

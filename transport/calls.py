@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvstore.errors import InvalidArgumentError, KvstoreError
 from kvstore.transport import frames
+from kvstore.transport.admission import LASTING_METHODS
 from kvstore.transport.status import status_of
 
 if TYPE_CHECKING:
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
+    from kvstore.transport.admission import Admission
     from kvstore.transport.limits import CallObserver
 
 logger = logging.getLogger(__name__)
 INTERNAL_DETAILS = "the call failed inside the server; its log says why"
-LASTING_METHODS = frozenset({"Session", "WatchEvents"})
 
 # By whether requests, and responses, are streams.
 _HANDLERS: dict[tuple[bool, bool], Any] = {
@@ -49,8 +50,9 @@ class CallRoot:
     `failures` counts calls that ended with an exception that is none of kvstore's own: bugs.
     """
 
-    def __init__(self, observer: CallObserver | None) -> None:
+    def __init__(self, observer: CallObserver | None, admission: Admission) -> None:
         self.failures = 0
+        self._admission = admission
         self._observer = observer
         self._answering = 0
         self._idle: asyncio.Event | None = None  # made by who waits
@@ -73,15 +75,21 @@ class CallRoot:
         respond = _respond_many if method.server_streaming else _respond_once
 
         async def behave(raw: Any, context: Any) -> bytes | None:  # noqa: ANN401
-            return await self._run(method.name, context, respond(answer, decode, raw, context))
+            return await self._run(method.name, context, partial(respond, answer, decode, raw, context))
 
         return _HANDLERS[method.client_streaming, method.server_streaming](behave)
 
-    async def _run(self, method: str, context: Any, call: Awaitable[bytes | None]) -> bytes | None:  # noqa: ANN401
+    async def _run(
+        self,
+        method: str,
+        context: Any,  # noqa: ANN401
+        call: Callable[[], Awaitable[bytes | None]],
+    ) -> bytes | None:
         status = grpc.StatusCode.OK
         start = self.begin(method)
         try:
-            return await call
+            with self._admission.entered(method, context):
+                return await call()
         except asyncio.CancelledError:
             status = grpc.StatusCode.CANCELLED
             raise

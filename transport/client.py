@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
 import time
-import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from grpc_health.v1 import health_pb2
-
 from kvstore.api import SCRUB_BYTES
-from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, UnavailableError
 from kvstore.tokens import as_token_array
-from kvstore.transport import convert
+from kvstore.transport import convert, plans
 from kvstore.transport.address import parse_address
-from kvstore.transport.connection import Connection
-from kvstore.transport.link import CACHE, Deadlines, Lookup
-from kvstore.transport.remote import RemoteLease, RemotePrefetch, RemoteStage
-from kvstore.transport.wire_dial import NoFastLaneError
-from kvstore.transport.wire_link import WireLink
-from kvstore.types import (
-    PLAIN_ROOT,
-    PrefixMatch,
-    ScrubPage,
-    Verification,
-    require_namespace,
-    require_seconds,
-    require_tiers,
-    require_turn_ends,
-    require_writer,
-)
-from kvstore.v1 import admin_service_pb2 as admin_pb
-from kvstore.v1 import cache_service_pb2 as pb
+from kvstore.transport.credentials import credentials_of, with_credentials
+from kvstore.transport.keeper import LinkKeeper
+from kvstore.transport.link import Deadlines, Lookup, flat_deadlines
+from kvstore.transport.remote import Held, RemoteLease, RemotePrefetch, RemoteStage
+from kvstore.types import PLAIN_ROOT, PrefixMatch, require_seconds, require_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from types import TracebackType
 
+    from google.protobuf.message import Message
+
     from kvstore.events import EventPage
     from kvstore.tokens import Tokens
-    from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.breaker import BreakerStatus
     from kvstore.transport.link import Link
-    from kvstore.types import Namespace, Pin, Root, StoreStats, Tier
+    from kvstore.transport.plans import Plan
+    from kvstore.types import Namespace, Pin, Root, ScrubPage, StoreStats, Tier, Verification
 
+R = TypeVar("R", bound="Message")
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
-ADMIN = "kvstore.v1.AdminService"
-_HEALTH = "grpc.health.v1.Health"
-_EVENTS_MAX = 10_000
+DEFAULT_DEADLINES = Deadlines()
 _EVENT_WAIT_SECONDS_MAX = 10.0
 _PREFETCH_STEP_SECONDS_MAX = 10.0
-_UINT32_MAX = 2**32 - 1
-_UINT64_MAX = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +45,38 @@ class ServerStatus:
     lane: str
 
 
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
 class Client:
     """A store behind a server; see kvstore.api.KvStore for the methods. Thread-safe.
 
     Connects at the first call, and again after the server was restarted or, on the fast lane, in the child of a fork:
-    lookups and stores then go on, while leases and stages of the old session raise UnavailableError. No call outlasts
-    its deadline by more than the time of connecting again. `_lock` guards the connection; it is held while connecting,
-    and nothing else is.
+    lookups and stores then go on, while leases and stages of the old session raise UnavailableError. Every call has a
+    deadline that includes connecting; see Deadlines. After some failures in a row calls fail at once, until a probe in
+    the background finds the server well again: `breaker` says so.
     """
 
-    def __init__(self, address: UnixAddress | TcpAddress, deadlines: Deadlines) -> None:
-        self._address = address
+    def __init__(self, keeper: LinkKeeper, deadlines: Deadlines) -> None:
+        self._keeper = keeper
         self._deadlines = deadlines
-        self._lock = threading.Lock()
-        self._connection: Link | None = None
-        self._closed = False
-        _clients.add(self)
+
+    @property
+    def breaker(self) -> BreakerStatus:
+        """Whether the server is asked at all, and why not."""
+        return self._keeper.breaker
+
+    def within(self, seconds: float) -> Client:
+        """This client with another deadline for all its calls, and those of leases and stages that it opens.
+
+        It shares the connection: to close it closes both.
+        """
+        return Client(self._keeper, flat_deadlines(seconds))
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace on this server."""
-        return self._call(lambda connection: connection.ns_id(namespace))
+
+        def attempt(link: Link, ends_at: float) -> bytes:
+            return link.ns_id(namespace, ends_at)
+
+        return self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
 
     def match(
         self,
@@ -99,10 +87,18 @@ class Client:
         touch: bool = True,
         request_id: str | None = None,
     ) -> PrefixMatch:
-        """The longest stored prefix of `tokens`."""
+        """The longest stored prefix of `tokens`.
+
+        Where a lost connection makes it ask again, the lookup is counted once if it has a request id, else at most
+        once.
+        """
         prompt = as_token_array(tokens)
-        lookup = Lookup(namespace, root, prompt, not touch, _unicode(request_id or "", "request_id"))
-        found = self._call(lambda link: link.match(lookup))
+        lookup = Lookup(namespace, root, prompt, not touch, plans.unicode_text(request_id or "", "request_id"))
+        found = self._keeper.run(
+            lambda link, ends_at: link.match(lookup, ends_at),
+            self._deadlines.lookup_seconds,
+            lambda link, ends_at: link.match(lookup.repeated(), ends_at),
+        )
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, found.blocks, found.runs)
 
     def prefetch(
@@ -112,13 +108,13 @@ class Client:
         if wait_seconds is not None:
             wait_seconds = require_seconds(wait_seconds, "wait_seconds")
         prompt = as_token_array(tokens)
-        step_seconds = min(_PREFETCH_STEP_SECONDS_MAX, self._deadlines.control_seconds / 2)
+        step_seconds = prefetch_step_seconds(self._deadlines)
 
-        def attempt(connection: Link) -> RemotePrefetch:
-            packed = convert.prompt_to_proto(connection.ns_id(namespace), root, prompt)
-            return RemotePrefetch(connection, packed, step_seconds)
+        def attempt(link: Link, ends_at: float) -> RemotePrefetch:
+            packed = convert.prompt_to_proto(link.ns_id(namespace, ends_at), root, prompt)
+            return RemotePrefetch(Held(self._keeper, link, self._deadlines), packed, step_seconds, ends_at)
 
-        prefetch = self._call(attempt)
+        prefetch = self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
         try:
             prefetch.wait(wait_seconds)
         except BaseException:
@@ -129,7 +125,11 @@ class Client:
     def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> RemoteLease:
         """Protect a match."""
         wanted = require_tiers(tiers)
-        return self._call(lambda connection: RemoteLease(connection, match, wanted))
+
+        def attempt(link: Link, ends_at: float) -> RemoteLease:
+            return RemoteLease(Held(self._keeper, link, self._deadlines), match, wanted, ends_at)
+
+        return self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
 
     def stage(
         self,
@@ -143,52 +143,29 @@ class Client:
     ) -> RemoteStage:
         """Begin to store."""
         prompt = as_token_array(tokens)
-        _check_range(from_block, _UINT32_MAX, "from_block")
-        request = pb.StageRequest(from_block=from_block, turn_ends=require_turn_ends(turn_ends, prompt.size))
-        if rank is not None:
-            require_namespace(namespace)
-            request.rank = require_writer(namespace.layout, rank)
+        request = plans.stage_request(namespace, prompt, from_block, turn_ends, rank)
 
-        def attempt(connection: Link) -> RemoteStage:
-            request.prompt.CopyFrom(convert.prompt_to_proto(connection.ns_id(namespace), root, prompt))
-            return RemoteStage(connection, namespace.layout, request)
+        def attempt(link: Link, ends_at: float) -> RemoteStage:
+            request.prompt.CopyFrom(convert.prompt_to_proto(link.ns_id(namespace, ends_at), root, prompt))
+            return RemoteStage(Held(self._keeper, link, self._deadlines), namespace.layout, request, ends_at)
 
-        return self._call(attempt)
+        return self._keeper.run(attempt, self._deadlines.bulk_seconds, attempt)
 
     def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
     ) -> Pin:
         """Protect a stored prefix from eviction. Not tried again when the connection breaks: it may be set twice."""
-        request = admin_pb.PinRequest()
-        if ttl_seconds is not None:
-            convert.set_duration(request.ttl, ttl_seconds, "ttl_seconds")
-        prompt = as_token_array(tokens)
-        connection = self._connect()
-        request.session_id = connection.session.session_id
-        request.prompt.CopyFrom(convert.prompt_to_proto(connection.ns_id(namespace), root, prompt))
-        return convert.pin_from_proto(connection.call(ADMIN, "Pin", request, admin_pb.PinResponse))
+        return self._run(plans.pin(namespace, tokens, root, ttl_seconds))
 
     def unpin(self, pin_id: int) -> bool:
-        """End a pin."""
-        _check_range(pin_id, _UINT64_MAX, "pin_id")
-        request = admin_pb.UnpinRequest(pin_id=pin_id)
-        return self._call(lambda connection: connection.call(ADMIN, "Unpin", request, admin_pb.UnpinResponse)).found
+        """End a pin. Not tried again when the connection breaks."""
+        return self._run(plans.unpin(pin_id))
 
     def hint_next_use(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, seconds: float | None
     ) -> int:
         """Tell when a prompt will be used again; None says never."""
-        prompt = as_token_array(tokens)
-        request = pb.HintRequest(end=pb.SessionEnd())
-        if seconds is not None:
-            convert.set_duration(request.next, require_seconds(seconds, "seconds"), "seconds")
-
-        def attempt(connection: Link) -> int:
-            request.session_id = connection.session.session_id
-            request.prompt.CopyFrom(convert.prompt_to_proto(connection.ns_id(namespace), root, prompt))
-            return connection.call(CACHE, "Hint", request, pb.HintResponse).blocks
-
-        return self._call(attempt)
+        return self._run(plans.hint(namespace, tokens, root, seconds))
 
     def end_session(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> int:
         """Say that a conversation is over."""
@@ -196,91 +173,52 @@ class Client:
 
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
         """Drop a prefix from `from_block` on."""
-        prompt = as_token_array(tokens)
-        _check_range(from_block, _UINT32_MAX, "from_block")
-
-        def attempt(connection: Link) -> int:
-            request = admin_pb.EvictRequest(
-                session_id=connection.session.session_id,
-                prompt=convert.prompt_to_proto(connection.ns_id(namespace), root, prompt),
-                from_block=from_block,
-            )
-            return connection.long_call(ADMIN, "Evict", request, admin_pb.EvictResponse).blocks
-
-        return self._call(attempt)
+        return self._run(plans.evict(namespace, tokens, root, from_block))
 
     def clear(self, namespace: Namespace) -> int:
         """Drop all blocks of a namespace."""
-
-        def attempt(connection: Link) -> int:
-            request = admin_pb.ClearRequest(session_id=connection.session.session_id, ns_id=connection.ns_id(namespace))
-            return connection.long_call(ADMIN, "Clear", request, admin_pb.ClearResponse).blocks
-
-        return self._call(attempt)
+        return self._run(plans.clear(namespace))
 
     def stats(self) -> StoreStats:
         """Occupancy and counters of the server's store."""
-        request = pb.GetStatsRequest()
-        answer = self._call(lambda connection: connection.call(CACHE, "GetStats", request, pb.GetStatsResponse))
-        return convert.stats_from_proto(answer.stats)
+        return self._run(plans.stats())
 
     def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
         """A page of the server's event log; waits in steps, so that no single call is long."""
-        _check_range(after, _UINT64_MAX, "after")
-        if limit < 1 or not 0 <= wait_seconds < float("inf"):
-            raise InvalidArgumentError(f"limit={limit}, wait_seconds={wait_seconds}: expected at least 1 and 0")
+        plans.check_events(after, limit, wait_seconds)
+        step_seconds = event_step_seconds(self._deadlines)
         ends_at = time.monotonic() + wait_seconds
         while True:
             rest_seconds = max(0.0, ends_at - time.monotonic())
-            page = self._read_events(after, limit, min(rest_seconds, self._event_step_seconds()))
+            page = self._run(plans.read_events(after, limit, min(rest_seconds, step_seconds)))
             if page.events or page.gap or time.monotonic() >= ends_at:
                 return page
 
     def flush(self) -> None:
         """Return when everything committed and admitted to disk is there."""
-        request = admin_pb.FlushRequest()
-        self._call(lambda connection: connection.long_call(ADMIN, "Flush", request, admin_pb.FlushResponse))
+        self._run(plans.flush())
 
     def verify(self) -> Verification:
         """Check the server's index."""
-        request = admin_pb.VerifyRequest()
-        found = self._call(lambda connection: connection.long_call(ADMIN, "Verify", request, admin_pb.VerifyResponse))
-        return Verification(found.namespaces, found.blocks, tuple(found.problems))
+        return self._run(plans.verify())
 
     def scrub(self, *, after: int = 0, limit_bytes: int = SCRUB_BYTES) -> ScrubPage:
         """Have the server read some of what lies on its disk: at most 64 MiB at a time, whatever the limit."""
-        _check_range(after, _UINT64_MAX, "after")
-        if not 1 <= limit_bytes <= _UINT64_MAX:
-            raise InvalidArgumentError(f"limit_bytes is {limit_bytes}, expected at least 1")
-        request = admin_pb.ScrubRequest(after=after, limit_bytes=limit_bytes)
-        page = self._call(lambda connection: connection.long_call(ADMIN, "Scrub", request, admin_pb.ScrubResponse))
-        return ScrubPage(
-            page.blocks,
-            page.bytes,
-            page.dropped_blocks,
-            page.repaired_slots,
-            page.remaining_blocks,
-            page.next_after if page.HasField("next_after") else None,
-        )
+        return self._run(plans.scrub(after, limit_bytes))
 
     def status(self) -> ServerStatus:
         """Whether the server takes calls, and its version."""
+        plan = plans.check()
 
-        def attempt(connection: Link) -> ServerStatus:
-            request = health_pb2.HealthCheckRequest()
-            health = connection.call(_HEALTH, "Check", request, health_pb2.HealthCheckResponse)
-            serving = health.status == health_pb2.HealthCheckResponse.SERVING
-            return ServerStatus(serving, connection.session.server_version, connection.lane)
+        def attempt(link: Link, ends_at: float) -> ServerStatus:
+            serving = plan.read(link.call(plan.rpc, plan.request(b"", b""), ends_at))
+            return ServerStatus(serving, link.session.server_version, link.lane)
 
-        return self._call(attempt)
+        return self._keeper.run(attempt, self._deadlines.of(plan.wait), attempt)
 
     def close(self) -> None:
         """End the session, with all leases and stages; idempotent. The server's store stays as it is."""
-        with self._lock:
-            self._closed = True  # before the connection goes, so that nobody who finds none makes another
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self._keeper.close()
 
     def __enter__(self) -> Self:
         return self
@@ -290,86 +228,60 @@ class Client:
     ) -> None:
         self.close()
 
-    def _call(self, attempt: Callable[[Link], T]) -> T:
-        """Run `attempt`; once more on a fresh connection if the one it had turns out soon to be dead."""
-        soon = time.monotonic() + self._deadlines.control_seconds / 2
-        connection = self._connect()
-        try:
-            return attempt(connection)
-        except UnavailableError:
-            if not connection.ended or time.monotonic() > soon:
-                raise
-        return attempt(self._connect())
+    def _run(self, plan: Plan[R, T]) -> T:
+        def attempt(link: Link, ends_at: float) -> T:
+            ns_id = b"" if plan.namespace is None else link.ns_id(plan.namespace, ends_at)
+            return plan.read(link.call(plan.rpc, plan.request(link.session.session_id, ns_id), ends_at))
 
-    def _connect(self) -> Link:
-        link = self._connection
-        if link is not None and not link.ended:
-            return link
-        if not self._lock.acquire(timeout=self._deadlines.control_seconds):
-            raise UnavailableError(f"no answer from {self._address} within {self._deadlines.control_seconds} s")
-        try:
-            if self._closed:
-                raise ClosedError("the client is closed")
-            if self._connection is None or self._connection.ended:
-                if self._connection is not None:
-                    self._connection.close()
-                    self._connection = None
-                self._connection = self._open()
-            return self._connection
-        finally:
-            self._lock.release()
-
-    def _open(self) -> Link:
-        if not self._address.grpc_only:
-            try:
-                return WireLink(self._address, self._deadlines)
-            except NoFastLaneError as err:
-                logger.info("no fast lane, using gRPC: cause=%s", err)
-        return Connection(self._address, self._deadlines)
-
-    def _forget_parent(self) -> None:
-        """In the child of a fork: what another thread of the parent held is held for ever."""
-        self._lock = threading.Lock()
-
-    def _read_events(self, after: int, limit: int, wait_seconds: float) -> EventPage:
-        request = pb.ReadEventsRequest(after=after, limit=min(limit, _EVENTS_MAX))
-        convert.set_duration(request.wait, wait_seconds, "wait_seconds")
-        answer = self._call(lambda connection: connection.call(CACHE, "ReadEvents", request, pb.ReadEventsResponse))
-        return convert.page_from_proto(answer.page)
-
-    def _event_step_seconds(self) -> float:
-        return min(_EVENT_WAIT_SECONDS_MAX, self._deadlines.control_seconds / 2)
+        return self._keeper.run(attempt, self._deadlines.of(plan.wait), attempt if plan.repeatable else None)
 
 
-def connect(address: str, *, control_seconds: float = 5.0, bulk_seconds: float = 60.0) -> Client:
-    """A client of the server at `address`: unix:///path, grpc+unix:///path, grpc://host:port or host:port.
+def connect(
+    address: str,
+    *,
+    lookup_seconds: float | None = None,
+    control_seconds: float | None = None,
+    bulk_seconds: float | None = None,
+    long_seconds: float | None = None,
+    on_breaker_change: Callable[[BreakerStatus], None] | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
+) -> Client:
+    """A client of the server at `address`: unix:///path, tls://host:port, host:port, or with gRPC alone
+    grpc+unix:///path, grpc+tls://host:port, grpc://host:port.
 
-    Connects at the first call only, which raises UnavailableError if the server cannot be reached. `control_seconds`
-    bounds a lookup and the like, `bulk_seconds` one load or write, flush, evict, clear or verify. Raises ConfigError
-    for an address or a time that cannot be.
+    With TLS the server's certificate must be of the CA in the PEM file `tls_ca`, or of one that the system trusts, and
+    name the host; `tls_cert` and `tls_key` are the client's own. `token_file` has the token that says who calls. All
+    are read again for each new connection.
+
+    Connects at the first call only, which raises UnavailableError if the server cannot be reached. The seconds bound
+    calls of each kind, see kvstore.transport.link.Deadlines; None leaves the default: 0.1 for lookups, 5 for stats and
+    the like, 1 and the time of the bytes for loads and stores, 60 for flush, evict, clear, verify and
+    scrub. `on_breaker_change` is told when the server is given up for a while and when it is asked again, from
+    whichever thread saw it; it must not wait. Raises ConfigError for an address, a time or a file that cannot be.
     """
-    for name, seconds in (("control_seconds", control_seconds), ("bulk_seconds", bulk_seconds)):
-        if not 0 < seconds < 1e6:
-            raise ConfigError(f"{name} is {seconds!r}, expected more than 0 and less than 1e6")
-    return Client(parse_address(address), Deadlines(control_seconds, bulk_seconds))
+    deadlines = chosen_deadlines(
+        lookup_seconds=lookup_seconds,
+        control_seconds=control_seconds,
+        bulk_seconds=bulk_seconds,
+        long_seconds=long_seconds,
+    )
+    credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
+    return Client(LinkKeeper(with_credentials(parse_address(address), credentials), on_breaker_change), deadlines)
 
 
-def _check_range(value: int, highest: int, name: str) -> None:
-    if not 0 <= value <= highest:
-        raise InvalidArgumentError(f"{name} is {value}, expected 0..{highest}")
+def chosen_deadlines(**seconds: float | None) -> Deadlines:
+    """The defaults, but for what is not None."""
+    return replace(DEFAULT_DEADLINES, **{name: value for name, value in seconds.items() if value is not None})
 
 
-def _unicode(text: str, name: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as err:
-        raise InvalidArgumentError(f"{name} is not Unicode text") from err
-    return text
+def event_step_seconds(deadlines: Deadlines) -> float:
+    """How long one call waits for events, so that its answer comes within its deadline."""
+    return min(_EVENT_WAIT_SECONDS_MAX, deadlines.control_seconds / 2)
 
 
-def _forget_parents() -> None:
-    for client in list(_clients):
-        client._forget_parent()  # noqa: SLF001  # of this module
-
-
-os.register_at_fork(after_in_child=_forget_parents)
+def prefetch_step_seconds(deadlines: Deadlines) -> float:
+    """How long one call waits for a prefetch, so that its answer comes within its deadline."""
+    return min(_PREFETCH_STEP_SECONDS_MAX, deadlines.control_seconds / 2)

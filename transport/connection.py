@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
 
 from kvstore import __version__
-from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.errors import KvstoreError, UnauthenticatedError, UnavailableError
 from kvstore.transport import convert, frames
-from kvstore.transport.link import CACHE, Matched, OpenNamespaces
+from kvstore.transport.address import TcpAddress
+from kvstore.transport.credentials import Credentials
+from kvstore.transport.link import CACHE, Matched, OpenNamespaces, R
+from kvstore.transport.plans import MATCH
 from kvstore.transport.rows import whole_rows_bytes
 from kvstore.transport.status import ERROR_KEY, UnknownSessionError, error_of
 from kvstore.v1 import cache_service_pb2 as pb
@@ -26,11 +30,12 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from numpy.typing import NDArray
 
-    from kvstore.transport.address import TcpAddress, UnixAddress
-    from kvstore.transport.link import Deadlines, Lookup
+    from kvstore.transport.address import UnixAddress
+    from kvstore.transport.link import Lookup, Rpc
     from kvstore.types import Namespace
 
-R = TypeVar("R", bound="Message")
+# How long after its deadline gRPC may take to say that a call was late.
+_GRACE_SECONDS = 0.05
 _RECEIVE_BYTES_MAX = 128 * 2**20
 _OPTIONS = (
     ("grpc.max_receive_message_length", _RECEIVE_BYTES_MAX),
@@ -47,30 +52,30 @@ class Connection:
     """A kvstore.transport.link.Link over gRPC: a channel and its session. Thread-safe.
 
     Once ended it stays so: make another one.
-    The constructor opens the session and raises UnavailableError if that takes longer than a control call may.
+    The constructor opens the session and raises UnavailableError if that takes too long.
     """
 
     lane = "grpc"
 
-    def __init__(self, address: UnixAddress | TcpAddress, deadlines: Deadlines) -> None:
-        self.deadlines = deadlines
+    def __init__(self, address: UnixAddress | TcpAddress, ends_at: float) -> None:
         self._address = str(address)
-        self._channel: Any = grpc.insecure_channel(address.target, options=_OPTIONS)
+        self._metadata = address.credentials.metadata() if address.credentials is not None else ()
+        self._channel: Any = _channel(address)
         self._ended = threading.Event()
         self._greeting: Future[pb.SessionResponse] = Future()
         self._ids = count(1)
         self._namespaces = OpenNamespaces()
         self._callables: dict[str, Any] = {}  # by path, only ever added to; making one takes 20 us
         self._stream = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)(
-            self._session_requests()
+            self._session_requests(), metadata=self._metadata
         )
         self._follower = threading.Thread(target=self._follow_session, name="kvstore-session", daemon=True)
         self._follower.start()
         try:
-            self.session = self._greeting.result(deadlines.control_seconds)
+            self.session = self._greeting.result(seconds_left(ends_at))
         except TimeoutError as err:
             self.close()
-            raise UnavailableError(f"no answer from {self._address} within {deadlines.control_seconds} s") from err
+            raise UnavailableError(f"no answer from {self._address} within the deadline") from err
         except BaseException:
             self.close()
             raise
@@ -84,45 +89,48 @@ class Connection:
         """End the session and the channel; idempotent. The server releases what the session held."""
         self._end()
         self._follower.join()
-        self._channel.close()
+        # gRPC waits in there for calls whose bytes are stuck in a full socket, until that is taken or broken.
+        closing = threading.Thread(target=self._channel.close, name="kvstore-channel-end", daemon=True)
+        closing.start()
+        closing.join(_GRACE_SECONDS)
 
-    def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
-        """One call within the deadline of control calls."""
-        return self._call(service, method, request, response_type, self.deadlines.control_seconds)
+    def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
+        """One call."""
+        self._check_open()
+        with self._translated():
+            make = self._callable(self._channel.unary_unary, rpc.service, rpc.method, rpc.response)
+            call = make.future(request, timeout=seconds_left(ends_at), metadata=self._metadata)
+            response: R = self._result(call, ends_at)
+            return response
 
-    def match(self, lookup: Lookup) -> Matched:
-        """A lookup, within the deadline of control calls."""
+    def match(self, lookup: Lookup, ends_at: float) -> Matched:
+        """A lookup."""
         request = pb.MatchRequest(
             session_id=self.session.session_id,
-            prompt=convert.prompt_to_proto(self.ns_id(lookup.namespace), lookup.root, lookup.prompt),
+            prompt=convert.prompt_to_proto(self.ns_id(lookup.namespace, ends_at), lookup.root, lookup.prompt),
             peek=lookup.peek,
             request_id=lookup.request_id,
         )
-        found = self.call(CACHE, "Match", request, pb.MatchResponse)
+        found = self.call(MATCH, request, ends_at)
         return Matched(found.blocks, convert.runs_from_proto(found.runs))
-
-    def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
-        """One call within the deadline of bulk calls."""
-        return self._call(service, method, request, response_type, self.deadlines.bulk_seconds)
 
     def new_id(self) -> int:
         """An id that names one lease or stage of this session."""
         return next(self._ids)
 
-    def give_up(self, service: str, method: str, request: Message, response_type: type[Message]) -> None:
+    def give_up(self, rpc: Rpc[R], request: Message, seconds: float) -> None:
         """Send a call that ends what we may or may not hold, without waiting. If it fails, the session is ended."""
         if not self.ended:
-            call = self._callable(self._channel.unary_unary, service, method, response_type).future(
-                request, timeout=self.deadlines.control_seconds
-            )
+            make = self._callable(self._channel.unary_unary, rpc.service, rpc.method, rpc.response)
+            call = make.future(request, timeout=seconds, metadata=self._metadata)
             call.add_done_callback(self._end_unless_ok)
 
-    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8]) -> int:
+    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
         """Stream leased blocks into the flat `target`; returns how many leading blocks are right."""
         self._check_open()
         with self._translated():
             stream = self._callable(self._channel.unary_stream, CACHE, "Load", pb.LoadResponse)(
-                request, timeout=self.deadlines.bulk_seconds
+                request, timeout=seconds_left(ends_at), metadata=self._metadata
             )
             try:
                 summary, filled_bytes = self._receive(stream, target)
@@ -133,17 +141,18 @@ class Connection:
             raise UnavailableError(f"{self._address} ended a load without all of its bytes")
         return summary.blocks
 
-    def write(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> int:
+    def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Stream the flat `source` to a stage; returns how many rows were taken."""
         self._check_open()
         with self._translated():
             write = self._callable(self._channel.stream_unary, CACHE, "Write", pb.WriteResponse)
-            response = write(self._write_requests(start, source), timeout=self.deadlines.bulk_seconds)
-            return int(response.rows)
+            requests = self._write_requests(start, source)
+            call = write.future(requests, timeout=seconds_left(ends_at), metadata=self._metadata)
+            return int(self._result(call, ends_at).rows)
 
-    def ns_id(self, namespace: Namespace) -> bytes:
+    def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""
-        return self._namespaces.ns_id(self, namespace)
+        return self._namespaces.ns_id(self, namespace, ends_at)
 
     def _session_requests(self) -> Iterator[pb.SessionRequest]:
         yield pb.SessionRequest(client_version=__version__)
@@ -161,13 +170,16 @@ class Connection:
         if not self._greeting.done():
             self._greeting.set_exception(failure)
 
-    def _call(self, service: str, method: str, request: Message, response_type: type[R], seconds: float) -> R:
-        self._check_open()
-        with self._translated():
-            response: R = self._callable(self._channel.unary_unary, service, method, response_type)(
-                request, timeout=seconds
-            )
-            return response
+    def _result(self, call: Any, ends_at: float) -> Any:  # noqa: ANN401
+        """The answer of a call. One whose bytes are stuck in a full socket does not end at its deadline in gRPC."""
+        seconds = seconds_left(ends_at)
+        try:
+            return call.result(seconds + max(_GRACE_SECONDS, seconds / 2))
+        except grpc.FutureTimeoutError as err:
+            self._end()
+            raise UnavailableError(f"no answer from {self._address} within the deadline") from err
+        except grpc.FutureCancelledError as err:
+            raise UnavailableError(f"the session with {self._address} was closed meanwhile") from err
 
     def _callable(self, make: Any, service: str, method: str, response_type: type[Message]) -> Any:  # noqa: ANN401
         path = f"/{service}/{method}"
@@ -217,7 +229,7 @@ class Connection:
         metadata = tuple(err.trailing_metadata() or ())
         error = error_of(err.code(), err.details() or "", metadata, self._address)
         lost = err.code() is grpc.StatusCode.UNAVAILABLE and ERROR_KEY not in dict(metadata)
-        if lost or isinstance(error, UnknownSessionError):
+        if lost or isinstance(error, (UnknownSessionError, UnauthenticatedError)):
             self._end()
         return error
 
@@ -228,3 +240,15 @@ class Connection:
     def _end(self) -> None:
         self._ended.set()
         self._stream.cancel()
+
+
+def seconds_left(ends_at: float) -> float:
+    """Time until then, as a time-out that is not refused."""
+    return max(0.001, ends_at - time.monotonic())
+
+
+def _channel(address: UnixAddress | TcpAddress) -> Any:  # noqa: ANN401  # grpc has no types
+    if isinstance(address, TcpAddress) and address.tls:
+        credentials = address.credentials or Credentials()
+        return grpc.secure_channel(address.target, credentials.channel(), options=_OPTIONS)
+    return grpc.insecure_channel(address.target, options=_OPTIONS)

@@ -10,6 +10,9 @@ from kvstore.errors import ConfigError
 
 MIB = 2**20
 
+# Limits that may be 0, which means that there is none.
+UNLIMITED_BY_ZERO = frozenset({"leased_bytes_per_tenant", "calls_per_second_per_tenant"})
+
 # Secrets that clients of a tenant may prove, by tenant.
 NamespaceSecrets: TypeAlias = Mapping[str, Sequence[bytes]]
 
@@ -62,12 +65,23 @@ class ServiceLimits:
     event_readers: int = 32
     # Tokens of one pinned prompt.
     pin_tokens: int = MIB
+    # Tokens of one prompt, whatever is asked about it.
+    prompt_tokens: int = 4 * MIB
+    # Of all clients of one tenant together: calls under way, leases and stages that are open.
+    calls_per_tenant: int = 1024
+    leases_per_tenant: int = 4096
+    stages_per_tenant: int = 1024
+    # Bytes that the leases of one tenant protect, each counted in full; 0: no limit.
+    leased_bytes_per_tenant: int = 0
+    # Calls of one tenant that begin in a second, of which a second's may begin at once; 0: no limit.
+    calls_per_second_per_tenant: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < 2**63:
-                raise ConfigError(f"limit {item.name} is {value!r}, expected a number of at least 1")
+            least = 0 if item.name in UNLIMITED_BY_ZERO else 1
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < 2**63:
+                raise ConfigError(f"limit {item.name} is {value!r}, expected a number of at least {least}")
         if self.frame_bytes + 1024 > self.message_bytes:
             raise ConfigError(
                 f"limit frame_bytes is {self.frame_bytes}, expected 1024 below message_bytes ({self.message_bytes})"

@@ -1,11 +1,12 @@
-"""What leases, stages and the client need of a connection, whichever lane it uses."""
+"""What leases, stages and the client need of a connection, whichever lane it uses, and how long each call may take."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
-from kvstore.errors import LayoutMismatchError
+from kvstore.errors import ConfigError, LayoutMismatchError
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
 from kvstore.types import require_namespace
@@ -20,14 +21,65 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="Message")
 CACHE = "kvstore.v1.CacheService"
+ADMIN = "kvstore.v1.AdminService"
+_SECONDS_MAX = 1e6
+
+
+class Wait(enum.Enum):
+    """Which deadline a call has."""
+
+    LOOKUP = "lookup_seconds"
+    CONTROL = "control_seconds"
+    BULK = "bulk_seconds"
+    LONG = "long_seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Longest time of one call: for lookups and the like, and for moving bytes."""
+    """Longest time of one call. Raises ConfigError for a time that cannot be.
 
-    control_seconds: float
-    bulk_seconds: float
+    `lookup_seconds`: what an engine waits for before it can compute: match, lease, release, namespace ids, hints.
+    `control_seconds`: what people and monitors ask: stats, events, status, pins.
+    `bulk_seconds`: begin and end of a store; and of one load or write the time that comes on top of its bytes at
+    `floor_bytes_per_second`, which is slower than any lane or disk that would be worth it.
+    `long_seconds`: flush, evict, clear, verify, scrub.
+    """
+
+    lookup_seconds: float = 0.1
+    control_seconds: float = 5.0
+    bulk_seconds: float = 1.0
+    long_seconds: float = 60.0
+    floor_bytes_per_second: float = 1e8
+
+    def __post_init__(self) -> None:
+        for wait in Wait:
+            seconds = self.of(wait)
+            if not 0 < seconds < _SECONDS_MAX:
+                raise ConfigError(f"{wait.value} is {seconds!r}, expected more than 0 and less than {_SECONDS_MAX:g}")
+        if not self.floor_bytes_per_second > 0:
+            raise ConfigError(f"floor_bytes_per_second is {self.floor_bytes_per_second!r}, expected more than 0")
+
+    def of(self, wait: Wait) -> float:
+        """Seconds of a call that moves no bytes."""
+        seconds: float = getattr(self, wait.value)
+        return seconds
+
+    def moving(self, moved_bytes: int) -> float:
+        """Seconds of a load or write."""
+        return self.bulk_seconds + moved_bytes / self.floor_bytes_per_second
+
+
+def flat_deadlines(seconds: float) -> Deadlines:
+    """The same time for every call, however many bytes it moves."""
+    return Deadlines(seconds, seconds, seconds, seconds, float("inf"))
+
+
+class Rpc(NamedTuple, Generic[R]):
+    """A call of the API that is no stream."""
+
+    service: str
+    method: str
+    response: type[R]
 
 
 class Lookup(NamedTuple):
@@ -39,6 +91,10 @@ class Lookup(NamedTuple):
     peek: bool
     request_id: str
 
+    def repeated(self) -> Lookup:
+        """How to ask again when nobody knows whether the first was counted: by its id, or else without counting."""
+        return self if self.request_id else self._replace(peek=True)
+
 
 class Matched(NamedTuple):
     """What a match answers."""
@@ -48,7 +104,10 @@ class Matched(NamedTuple):
 
 
 class Link(Protocol):
-    """A connection and the session that lives on it. Thread-safe. Once ended it stays so: make another one."""
+    """A connection and the session that lives on it. Thread-safe. Once ended it stays so: make another one.
+
+    `ends_at` is the moment, of time.monotonic(), by which a call must have ended; it raises UnavailableError then.
+    """
 
     @property
     def lane(self) -> str:
@@ -66,40 +125,39 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """End the session; idempotent. The server releases what it held."""
+        """End the session; idempotent, and waits for nobody. The server releases what it held."""
         ...
 
-    def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
-        """One call within the deadline of control calls."""
+    def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
+        """One call."""
         ...
 
-    def match(self, lookup: Lookup) -> Matched:
-        """A lookup, within the deadline of control calls."""
-        ...
-
-    def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:
-        """One call within the deadline of bulk calls."""
+    def match(self, lookup: Lookup, ends_at: float) -> Matched:
+        """A lookup."""
         ...
 
     def new_id(self) -> int:
         """An id that names one lease or stage of this session."""
         ...
 
-    def give_up(self, service: str, method: str, request: Message, response_type: type[Message]) -> None:
+    def give_up(self, rpc: Rpc[R], request: Message, seconds: float) -> None:
         """Send a call that ends what we may or may not hold, without waiting. If it fails, the session is ended."""
         ...
 
-    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8]) -> int:
+    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
         """Receive leased blocks into the flat `target`; returns how many leading blocks are right."""
         ...
 
-    def write(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> int:
+    def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send the flat `source` to a stage; returns how many rows were taken."""
         ...
 
-    def ns_id(self, namespace: Namespace) -> bytes:
+    def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""
         ...
+
+
+OPEN_NAMESPACE = Rpc(CACHE, "OpenNamespace", pb.OpenNamespaceResponse)
 
 
 class OpenNamespaces:
@@ -109,25 +167,41 @@ class OpenNamespaces:
         self._ids: dict[Namespace, bytes] = {}
         self._last: tuple[Namespace | None, bytes] = (None, b"")
 
-    def ns_id(self, link: Link, namespace: Namespace) -> bytes:
+    def ns_id(self, link: Link, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace, which is opened over `link` if it is not yet."""
+        ns_id = self.known(namespace)
+        if ns_id is None:
+            request = open_request(link.session, namespace)
+            ns_id = self.add(namespace, link.call(OPEN_NAMESPACE, request, ends_at))
+        return ns_id
+
+    def known(self, namespace: Namespace) -> bytes | None:
+        """The id of a namespace that is open. Raises InvalidNamespaceError for what is none."""
         last, last_id = self._last
         if last is not None and namespace is last:  # nearly always, and cheaper than to hash all its fields
             return last_id
         require_namespace(namespace)
         ns_id = self._ids.get(namespace)
-        if ns_id is None:
-            proof = b""
-            if namespace.secret is not None:
-                proof = secret_proof(namespace.secret, link.session.challenge, namespace)
-            request = pb.OpenNamespaceRequest(
-                session_id=link.session.session_id, namespace=convert.namespace_to_proto(namespace), proof=proof
-            )
-            answer = link.call(CACHE, "OpenNamespace", request, pb.OpenNamespaceResponse)
-            _check_parts(namespace, answer)
-            ns_id = self._ids[namespace] = answer.ns_id
-        self._last = (namespace, ns_id)
+        if ns_id is not None:
+            self._last = (namespace, ns_id)
         return ns_id
+
+    def add(self, namespace: Namespace, answer: pb.OpenNamespaceResponse) -> bytes:
+        """A namespace was opened; returns its id. Raises LayoutMismatchError if the server took it for another one."""
+        _check_parts(namespace, answer)
+        self._ids[namespace] = answer.ns_id
+        self._last = (namespace, answer.ns_id)
+        return answer.ns_id
+
+
+def open_request(session: pb.SessionResponse, namespace: Namespace) -> pb.OpenNamespaceRequest:
+    """Names a namespace to a session, and proves its secret."""
+    proof = b""
+    if namespace.secret is not None:
+        proof = secret_proof(namespace.secret, session.challenge, namespace)
+    return pb.OpenNamespaceRequest(
+        session_id=session.session_id, namespace=convert.namespace_to_proto(namespace), proof=proof
+    )
 
 
 def _check_parts(namespace: Namespace, answer: pb.OpenNamespaceResponse) -> None:

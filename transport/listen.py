@@ -21,6 +21,8 @@ _BACKLOG = 1024
 _UNIX_TARGET = "unix:"
 _FOLDER_PREFIX = ".kv"
 _SOCKET_NAME = "s"
+PRIVATE_MODE = 0o600
+_FOR_ALL = 0o007
 
 
 class PortServer(Protocol):
@@ -31,11 +33,35 @@ class PortServer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ListenRules:
+    """What may be listened on: whether there is a certificate, whether callers are known by name, modes of sockets."""
+
+    tls: bool = False
+    closed: bool = False
+    unix_mode: int = PRIVATE_MODE
+    unix_group: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Door:
+    """A listening socket, whether TLS comes first on it, and whether it is for gRPC alone."""
+
+    socket: socket.socket
+    tls: bool
+    grpc_only: bool
+
+
 class SocketServer:
     """Plain listening sockets, bound as gRPC binds its own; `sockets` belong to whoever accepts on them."""
 
     def __init__(self) -> None:
         self.sockets: list[socket.socket] = []
+
+    def doors(self, address: UnixAddress | TcpAddress, first: int) -> list[Door]:
+        """The sockets from number `first` on, as those of an address."""
+        tls = isinstance(address, TcpAddress) and address.tls
+        return [Door(listening, tls, address.grpc_only) for listening in self.sockets[first:]]
 
     def add_insecure_port(self, address: str) -> int:
         """Bind and listen; a name that stands for several addresses is bound on all that this machine has."""
@@ -90,16 +116,32 @@ class BoundAddress:
                     os.unlink(self.address.path)
 
 
-def bind(server: PortServer, address: UnixAddress | TcpAddress) -> BoundAddress:
+def bind(
+    server: PortServer,
+    address: UnixAddress | TcpAddress,
+    rules: ListenRules = ListenRules(),  # frozen
+) -> BoundAddress:
     """Bind an address, port 0 to a free one. Raises ConfigError, one line, if that is not possible or not safe."""
-    return _bind_unix(server, address) if isinstance(address, UnixAddress) else _bind_tcp(server, address)
+    if isinstance(address, UnixAddress):
+        return _bind_unix(server, address, rules)
+    return _bind_tcp(server, address, rules)
 
 
-def _bind_tcp(server: PortServer, address: TcpAddress) -> BoundAddress:
-    if not address.is_loopback:
+def is_for_grpc_itself(address: UnixAddress | TcpAddress, rules: ListenRules) -> bool:
+    """Whether gRPC may listen there without us in front: where all that it has to know of callers is known anyway."""
+    if isinstance(address, UnixAddress):
+        return address.grpc_only and rules.unix_mode == PRIVATE_MODE
+    return address.grpc_only and not address.tls
+
+
+def _bind_tcp(server: PortServer, address: TcpAddress, rules: ListenRules) -> BoundAddress:
+    if address.tls and not rules.tls:
         raise ConfigError(
-            f"refusing to listen on {address}: TLS is not there yet; use a Unix socket or a loopback address"
+            f"cannot listen on {address}: TLS has no certificate; set tls.cert and tls.key (`kvstore certs DIR` makes "
+            "some to begin with)"
         )
+    if not address.is_loopback:
+        _require_safe(address, rules)
     try:
         port = server.add_insecure_port(address.host_and_port)
     except RuntimeError as err:
@@ -107,7 +149,28 @@ def _bind_tcp(server: PortServer, address: TcpAddress) -> BoundAddress:
     return BoundAddress(replace(address, port=port))
 
 
-def _bind_unix(server: PortServer, address: UnixAddress) -> BoundAddress:
+def _require_safe(address: TcpAddress, rules: ListenRules) -> None:
+    """Other machines can reach the address: bytes must be encrypted, and callers known."""
+    secure = str(replace(address, tls=True))
+    if not address.tls:
+        raise ConfigError(
+            f"refusing to listen on {address}: others could read and change what is sent; listen on {secure} with "
+            "tls.cert, tls.key and auth.file set (`kvstore certs DIR` and `kvstore token new` make them), or on "
+            "loopback or a Unix socket"
+        )
+    if not rules.closed:
+        raise ConfigError(
+            f"refusing to listen on {secure}: anybody could come in; set auth.file (`kvstore token new` makes an "
+            "entry) or auth.jwt.issuer, or listen on loopback or a Unix socket"
+        )
+
+
+def _bind_unix(server: PortServer, address: UnixAddress, rules: ListenRules) -> BoundAddress:
+    if rules.unix_mode & _FOR_ALL and not rules.closed:
+        raise ConfigError(
+            f"refusing to listen on {address} with mode {rules.unix_mode:04o}: anybody on this machine could come in; "
+            "set auth.file, or let a group in (server.unix_group, server.unix_mode=0660)"
+        )
     path = Path(address.path)
     _refuse_unless_free(path)
     try:
@@ -122,7 +185,9 @@ def _bind_unix(server: PortServer, address: UnixAddress) -> BoundAddress:
             raise ConfigError(f"cannot listen on {address}: its directory has too long a name for a socket")
         try:
             server.add_insecure_port(f"unix:{inner}")
-            inner.chmod(0o600)
+            if rules.unix_group is not None:
+                os.chown(inner, -1, rules.unix_group)
+            inner.chmod(rules.unix_mode)
             inode = inner.lstat().st_ino
             inner.rename(path)
         except (RuntimeError, OSError) as err:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvstore.buffers import readable_rows, writable_rows
-from kvstore.errors import ClosedError, InvalidArgumentError, UnavailableError
+from kvstore.errors import ClosedError, InvalidArgumentError, UnauthenticatedError, UnavailableError
 from kvstore.transport import convert
-from kvstore.transport.link import CACHE
+from kvstore.transport.link import R, Rpc, Wait
+from kvstore.transport.plans import ABORT, CANCEL_PREFETCH, COMMIT, LEASE, PREFETCH, RELEASE, STAGE, lease_request
 from kvstore.types import LoadResult, require_own_part
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -22,31 +23,75 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.api import BlockBuffer
-    from kvstore.transport.link import Link
+    from kvstore.transport.keeper import LinkKeeper
+    from kvstore.transport.link import Deadlines, Link
     from kvstore.types import CommitResult, KvLayout, PrefixMatch, Tier
     from kvstore.v1 import block_pb2
+
+
+class Held:
+    """A link whose session holds something for us: its calls have deadlines and go through the breaker."""
+
+    def __init__(self, keeper: LinkKeeper, link: Link, deadlines: Deadlines) -> None:
+        self.link = link
+        self._keeper = keeper
+        self._deadlines = deadlines
+
+    @property
+    def session_id(self) -> bytes:
+        """Id of the session."""
+        return self.link.session.session_id
+
+    def check(self) -> None:
+        """Raises UnavailableError while the server is not asked, before anything has begun."""
+        self._keeper.check_server()
+
+    def call(self, rpc: Rpc[R], request: Message, wait: Wait) -> R:
+        """One call."""
+        return self._keeper.run_on(
+            self.link, lambda ends_at: self.link.call(rpc, request, ends_at), self._deadlines.of(wait)
+        )
+
+    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8]) -> int:
+        """Receive rows into the flat `target`."""
+        seconds = self._deadlines.moving(target.size)
+        return self._keeper.run_on(self.link, lambda ends_at: self.link.load(request, target, ends_at), seconds)
+
+    def write(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> int:
+        """Send the rows of the flat `source`."""
+        seconds = self._deadlines.moving(source.size)
+        return self._keeper.run_on(self.link, lambda ends_at: self.link.write(start, source, ends_at), seconds)
+
+    def give_up(self, rpc: Rpc[R], request: Message) -> None:
+        """End what the server may or may not hold, without waiting for an answer."""
+        self.link.give_up(rpc, request, self._deadlines.lookup_seconds)
+
+    def end(self, rpc: Rpc[R], request: Message) -> None:
+        """End what the server holds. If it does not answer, the session is ended instead, and everything with it."""
+        if self.link.ended:
+            return
+        try:
+            self.call(rpc, request, Wait.LOOKUP)
+        except (UnavailableError, UnauthenticatedError):
+            self.link.close()
 
 
 class RemoteLease:
     """A kvstore.api.Lease of a session. Raises UnavailableError once that session has ended."""
 
-    def __init__(self, connection: Link, match: PrefixMatch, tiers: Collection[Tier] | None = None) -> None:
-        self._connection = connection
+    def __init__(self, held: Held, match: PrefixMatch, tiers: Collection[Tier] | None, ends_at: float) -> None:
+        link = held.link
+        self._held = held
         self._layout = match.namespace.layout
-        self._lease_id = connection.new_id()
+        self._lease_id = link.new_id()
         self._open = _OpenFlag("lease")
-        request = pb.LeaseRequest(
-            session_id=connection.session.session_id,
-            prompt=convert.prompt_to_proto(connection.ns_id(match.namespace), match.root, match.prompt[: match.tokens]),
-            blocks=match.blocks,
-            lease_id=self._lease_id,
-            tiers=convert.tiers_to_proto(tiers or ()),
-        )
+        ns_id = link.ns_id(match.namespace, ends_at)
+        request = lease_request(held.session_id, ns_id, match, self._lease_id, tiers)
         try:
-            self._blocks = connection.call(CACHE, "Lease", request, pb.LeaseResponse).blocks
+            self._blocks = link.call(LEASE, request, ends_at).blocks
         except UnavailableError:
             # The server may have granted it, or be about to.
-            connection.give_up(CACHE, "Release", self._release_request(), pb.ReleaseResponse)
+            held.give_up(RELEASE, self._release_request())
             raise
 
     @property
@@ -56,33 +101,19 @@ class RemoteLease:
 
     def load_into(self, buffer: BlockBuffer, *, from_block: int = 0, part: int | None = None) -> LoadResult:
         """Stream blocks into the rows of `buffer`. After UnavailableError all rows are undefined."""
-        row_bytes = _row_bytes(self._layout, part)
-        rows = writable_rows(buffer, row_bytes)
-        if from_block < 0:
-            raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
         self._open.check()
-        count = min(len(rows), max(0, self._blocks - from_block))
-        if not count:
+        load = LoadOf(self._layout, self._blocks, buffer, from_block, part)
+        if not load.count:
             return LoadResult(0, 0, 0)
-        request = pb.LoadRequest(
-            session_id=self._connection.session.session_id,
-            lease_id=self._lease_id,
-            from_block=from_block,
-            blocks=count,
-            part=part,
-        )
-        blocks = self._connection.load(request, rows[:count].reshape(-1))
-        if self._layout.groups and blocks < count:
-            blocks = 0  # a shorter prefix without its sparse parts is of no use
-        return LoadResult(blocks, count, blocks * row_bytes)
+        return load.result(self._held.load(load.request(self._held.session_id, self._lease_id), load.target))
 
     def release(self) -> None:
         """End the lease; idempotent, and raises nothing if the server cannot be reached."""
         if self._open.end():
-            _end(self._connection, "Release", self._release_request(), pb.ReleaseResponse)
+            self._held.end(RELEASE, self._release_request())
 
     def _release_request(self) -> pb.ReleaseRequest:
-        return pb.ReleaseRequest(session_id=self._connection.session.session_id, lease_id=self._lease_id)
+        return pb.ReleaseRequest(session_id=self._held.session_id, lease_id=self._lease_id)
 
     def __enter__(self) -> Self:
         return self
@@ -96,18 +127,16 @@ class RemoteLease:
 class RemotePrefetch:
     """A kvstore.api.Prefetch of a session. `wait` raises UnavailableError once that session has ended."""
 
-    def __init__(self, connection: Link, prompt: block_pb2.Prompt, step_seconds: float) -> None:
-        self._connection = connection
+    def __init__(self, held: Held, prompt: block_pb2.Prompt, step_seconds: float, ends_at: float) -> None:
+        self._held = held
         self._step_seconds = step_seconds
-        self._request = pb.PrefetchRequest(
-            session_id=connection.session.session_id, prompt=prompt, prefetch_id=connection.new_id()
-        )
+        self._request = pb.PrefetchRequest(session_id=held.session_id, prompt=prompt, prefetch_id=held.link.new_id())
         self._lock = threading.Lock()  # one call at a time; guards all below
         self._host_blocks = 0
         self._done = False
         self._open = _OpenFlag("prefetch")
         try:
-            self._ask(0.0)
+            self._take(held.link.call(PREFETCH, self._request_of(0.0), ends_at))
         except UnavailableError:
             # The server may have begun it, or be about to.
             self._give_up()
@@ -135,22 +164,25 @@ class RemotePrefetch:
 
     def cancel(self) -> None:
         """Stop it; idempotent, and raises nothing if the server cannot be reached."""
-        if self._open.end() and not self._done and not self._connection.ended:
+        if self._open.end() and not self._done and not self._held.link.ended:
             self._give_up()
 
     def _ask(self, wait_seconds: float) -> None:
         with self._lock:
-            if self._done:
-                return
-            convert.set_duration(self._request.wait, wait_seconds, "wait_seconds")
-            # The connection may put less of the prompt into the message it is given.
-            request = pb.PrefetchRequest.FromString(self._request.SerializeToString())
-            answer = self._connection.call(CACHE, "Prefetch", request, pb.PrefetchResponse)
-            self._host_blocks, self._done = answer.host_blocks, answer.done
+            if not self._done:
+                self._take(self._held.call(PREFETCH, self._request_of(wait_seconds), Wait.CONTROL))
+
+    def _take(self, answer: pb.PrefetchResponse) -> None:
+        self._host_blocks, self._done = answer.host_blocks, answer.done
+
+    def _request_of(self, wait_seconds: float) -> pb.PrefetchRequest:
+        convert.set_duration(self._request.wait, wait_seconds, "wait_seconds")
+        # The connection may put less of the prompt into the message it is given.
+        return pb.PrefetchRequest.FromString(self._request.SerializeToString())
 
     def _give_up(self) -> None:
         request = pb.CancelPrefetchRequest(session_id=self._request.session_id, prefetch_id=self._request.prefetch_id)
-        self._connection.give_up(CACHE, "CancelPrefetch", request, pb.CancelPrefetchResponse)
+        self._held.give_up(CANCEL_PREFETCH, request)
 
     def __enter__(self) -> Self:
         return self
@@ -162,88 +194,79 @@ class RemotePrefetch:
 
 
 class RemoteStage:
-    """A kvstore.api.Stage of a session. Raises UnavailableError once that session has ended."""
+    """A kvstore.api.Stage of a session. Raises UnavailableError once that session has ended.
 
-    def __init__(self, connection: Link, layout: KvLayout, request: pb.StageRequest) -> None:
+    A commit is never sent twice: a connection that is lost takes the session and the stage with it, and on one that
+    is not, a second answer would come no sooner than the first. Who must know what became of it looks the prompt up.
+    """
+
+    def __init__(self, held: Held, layout: KvLayout, request: pb.StageRequest, ends_at: float) -> None:
         """Open what `request` asks for, which names no session and no stage yet."""
-        self._connection = connection
-        self._layout = layout
-        self._requested_from = request.from_block
-        self._rank = request.rank if request.HasField("rank") else None
-        self._stage_id = connection.new_id()
+        link = held.link
+        self._held = held
+        self._stage_id = link.new_id()
         self._open = _OpenFlag("stage")
-        request.session_id, request.stage_id = connection.session.session_id, self._stage_id
+        request.session_id, request.stage_id = held.session_id, self._stage_id
         try:
-            opened = connection.call(CACHE, "Stage", request, pb.StageResponse)
+            opened = link.call(STAGE, request, ends_at)
         except UnavailableError:
             # The server may have opened it, or be about to.
-            connection.give_up(CACHE, "Abort", self._abort_request(), pb.AbortResponse)
+            held.give_up(ABORT, self._abort_request())
             raise
-        self._from_block = opened.from_block
-        self._blocks = opened.blocks
-        self._sparse_wanted = convert.wanted_from_proto(opened, layout)
+        self._wants = StageWants(layout, request, opened)
 
     @property
     def from_block(self) -> int:
         """First block that wants bytes."""
-        return self._from_block
+        return self._wants.from_block
 
     @property
     def blocks(self) -> int:
         """How many blocks want bytes."""
-        return self._blocks
+        return self._wants.blocks
 
     def wanted(self, part: int) -> tuple[range, ...]:
         """The blocks of which a part is wanted."""
-        if self._layout.group_of(part) is not None:
-            return self._sparse_wanted.get(part, ())
-        return (range(self._from_block, self._from_block + self._blocks),) if self._blocks else ()
+        return self._wants.of(part)
 
     def write_from(self, buffer: BlockBuffer, *, from_block: int | None = None, part: int | None = None) -> int:
         """Stream the rows that are wanted. A write that breaks aborts the stage: what arrived is not to be trusted."""
-        rows = readable_rows(buffer, _row_bytes(self._layout, part))
-        first = self._requested_from if from_block is None else from_block
-        if first < 0:
-            raise InvalidArgumentError(f"from_block is {first}, expected at least 0")
-        if self._rank is not None:
-            require_own_part(self._layout, self._rank, part)
         self._open.check()
-        taken = 0
-        for run in self.wanted(0 if part is None else part):
-            begin, end = max(first, run.start), min(first + len(rows), run.stop)
-            if begin < end:
-                taken += self._write(rows[begin - first : end - first], begin, part)
-        return taken
+        writes = self._wants.writes(buffer, from_block, part)
+        if not writes:
+            return 0
+        self._held.check()
+        return sum(self._write(write) for write in writes)
 
-    def _write(self, rows: NDArray[np.uint8], begin: int, part: int | None) -> int:
-        start = pb.WriteStart(
-            session_id=self._connection.session.session_id,
-            stage_id=self._stage_id,
-            from_block=begin,
-            blocks=len(rows),
-            part=part,
-        )
+    def _write(self, write: WriteOf) -> int:
         try:
-            return self._connection.write(start, rows.reshape(-1))
+            return self._held.write(write.start(self._held.session_id, self._stage_id), write.source)
         except UnavailableError:
             if self._open.end():
-                self._connection.give_up(CACHE, "Abort", self._abort_request(), pb.AbortResponse)
+                self._held.give_up(ABORT, self._abort_request())
             raise
 
     def commit(self) -> CommitResult:
         """Make the leading blocks whose every part was written visible, atomically."""
+        self._open.check()
+        self._held.check()
         if not self._open.end():
             self._open.check()
-        request = pb.CommitRequest(session_id=self._connection.session.session_id, stage_id=self._stage_id)
-        return convert.commit_from_proto(self._connection.call(CACHE, "Commit", request, pb.CommitResponse))
+        request = pb.CommitRequest(session_id=self._held.session_id, stage_id=self._stage_id)
+        try:
+            return convert.commit_from_proto(self._held.call(COMMIT, request, Wait.BULK))
+        except UnavailableError:
+            # It may never have been sent, and what is staged keeps others from storing the same.
+            self._held.give_up(ABORT, self._abort_request())
+            raise
 
     def abort(self) -> None:
         """Drop everything written; idempotent, and raises nothing if the server cannot be reached."""
         if self._open.end():
-            _end(self._connection, "Abort", self._abort_request(), pb.AbortResponse)
+            self._held.end(ABORT, self._abort_request())
 
     def _abort_request(self) -> pb.AbortRequest:
-        return pb.AbortRequest(session_id=self._connection.session.session_id, stage_id=self._stage_id)
+        return pb.AbortRequest(session_id=self._held.session_id, stage_id=self._stage_id)
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +278,86 @@ class RemoteStage:
             self.abort()
         elif self._open:
             self.commit()
+
+
+class LoadOf:
+    """Which rows a load fills: `target`, flat, of `count` blocks."""
+
+    def __init__(
+        self, layout: KvLayout, held_blocks: int, buffer: BlockBuffer, from_block: int, part: int | None
+    ) -> None:
+        self._row_bytes = _row_bytes(layout, part)
+        self._all_or_nothing = bool(layout.groups)
+        rows = writable_rows(buffer, self._row_bytes)
+        if from_block < 0:
+            raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
+        self._from_block = from_block
+        self._part = part
+        self.count = min(len(rows), max(0, held_blocks - from_block))
+        self.target = rows[: self.count].reshape(-1)
+
+    def request(self, session_id: bytes, lease_id: int) -> pb.LoadRequest:
+        """How to ask for them."""
+        return pb.LoadRequest(
+            session_id=session_id, lease_id=lease_id, from_block=self._from_block, blocks=self.count, part=self._part
+        )
+
+    def result(self, blocks: int) -> LoadResult:
+        """What the answer of `blocks` right ones means: a shorter prefix without its sparse parts is of no use."""
+        if self._all_or_nothing and blocks < self.count:
+            blocks = 0
+        return LoadResult(blocks, self.count, blocks * self._row_bytes)
+
+
+class StageWants:
+    """Which rows a stage that was opened wants, of each part."""
+
+    def __init__(self, layout: KvLayout, request: pb.StageRequest, opened: pb.StageResponse) -> None:
+        self.from_block = opened.from_block
+        self.blocks = opened.blocks
+        self._layout = layout
+        self._requested_from = request.from_block
+        self._rank = request.rank if request.HasField("rank") else None
+        self._sparse = convert.wanted_from_proto(opened, layout)
+
+    def of(self, part: int) -> tuple[range, ...]:
+        """The blocks of which a part is wanted."""
+        if self._layout.group_of(part) is not None:
+            return self._sparse.get(part, ())
+        return (range(self.from_block, self.from_block + self.blocks),) if self.blocks else ()
+
+    def writes(self, buffer: BlockBuffer, from_block: int | None, part: int | None) -> list[WriteOf]:
+        """Those that `buffer` has; its first row is of block `from_block`, or else of the one the stage began with."""
+        rows = readable_rows(buffer, _row_bytes(self._layout, part))
+        first = self._requested_from if from_block is None else from_block
+        if first < 0:
+            raise InvalidArgumentError(f"from_block is {first}, expected at least 0")
+        if self._rank is not None:
+            require_own_part(self._layout, self._rank, part)
+        writes = []
+        for run in self.of(0 if part is None else part):
+            wanted = range(max(first, run.start), min(first + len(rows), run.stop))
+            if wanted:
+                writes.append(WriteOf(wanted, rows[wanted.start - first : wanted.stop - first].reshape(-1), part))
+        return writes
+
+
+class WriteOf(NamedTuple):
+    """A run of rows for a stage: `source`, flat, of the blocks in `wanted`."""
+
+    wanted: range
+    source: NDArray[np.uint8]
+    part: int | None
+
+    def start(self, session_id: bytes, stage_id: int) -> pb.WriteStart:
+        """How to announce them."""
+        return pb.WriteStart(
+            session_id=session_id,
+            stage_id=stage_id,
+            from_block=self.wanted.start,
+            blocks=len(self.wanted),
+            part=self.part,
+        )
 
 
 class _OpenFlag:
@@ -281,13 +384,3 @@ class _OpenFlag:
 
 def _row_bytes(layout: KvLayout, part: int | None) -> int:
     return layout.block_bytes if part is None else layout.part_bytes(part)
-
-
-def _end(connection: Link, method: str, request: Message, response_type: type[Message]) -> None:
-    """End what the server holds. If it does not answer, the session is ended instead, and everything with it."""
-    if connection.ended:
-        return
-    try:
-        connection.call(CACHE, method, request, response_type)
-    except UnavailableError:
-        connection.close()

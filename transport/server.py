@@ -14,13 +14,16 @@ from grpc_reflection.v1alpha import reflection
 
 from kvstore.transport.address import parse_address
 from kvstore.transport.admin import AdminService
+from kvstore.transport.admission import Admission
 from kvstore.transport.calls import CallRoot
 from kvstore.transport.left_over import sweep_beside
-from kvstore.transport.listen import BoundAddress, SocketServer, bind
+from kvstore.transport.listen import BoundAddress, Door, SocketServer, bind, is_for_grpc_itself
+from kvstore.transport.reload import Reloader
+from kvstore.transport.security import local_security
 from kvstore.transport.service import CacheService
 from kvstore.transport.state import ServiceState
 from kvstore.transport.wire_lane import WireLane
-from kvstore.transport.wire_listen import Listener
+from kvstore.transport.wire_listen import Lanes, Listener
 from kvstore.transport.wire_splice import Passages
 from kvstore.v1 import admin_service_pb2, cache_service_pb2
 
@@ -28,10 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.api import KvStore
+    from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
     from kvstore.transport.listen import PortServer
+    from kvstore.transport.security import Security
 
-_SERVICES = (
+SERVICES = (
     cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"],
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
 )
@@ -40,13 +45,17 @@ _KEEPALIVE_TIMEOUT_MS = 10_000
 _EXTRA_CALLS = 64
 _FOLDER_PREFIX = "kvstore-"
 _SOCKET_NAME = "grpc"
+_METADATA_BYTES = 16 * 1024  # a token, and what proxies add
+# How soon a changed file is noticed, and whose token has expired is sent away.
+_LOOK_SECONDS = 1.0
 
 
 class TransportServer:
     """Serves `store` on the addresses of `listen`. Lives in one event loop; start it once, stop it once.
 
     An address carries the fast lane and gRPC, unless its scheme asks for gRPC alone. What comes to a shared address and
-    is gRPC's goes on to a private socket of gRPC, which has no name that anybody else could connect to.
+    is gRPC's goes on to a private socket of gRPC, which has no name that anybody else could connect to. So does gRPC
+    over TLS: TLS is ended here, the same for both lanes.
 
     Stopping ends all sessions and leaves the store to its owner.
     """
@@ -59,15 +68,22 @@ class TransportServer:
         secrets: NamespaceSecrets,
         limits: ServiceLimits,
         observer: CallObserver | None,
+        security: Security | None = None,
     ) -> None:
         self._listen = [parse_address(text) for text in listen]
         self._limits = limits
-        self._root = CallRoot(observer)
-        self._state = ServiceState(store, secrets, limits)
+        self._security = security if security is not None else local_security()
+        access, clock = self._security.access, self._security.clock
+        self._state = ServiceState(store, secrets, limits, access, clock)
+        self._admission = Admission(access, self._state.tenants)
+        self._root = CallRoot(observer, self._admission)
+        self._reloader = Reloader(self._security.reloadables(), clock)
+        self._looking: asyncio.Task[None] | None = None
         self._cache = CacheService(self._state)
         self._admin = AdminService(self._state)
         self._lane = WireLane(self._state, self._root, self._cache, self._admin)
         self._shared = SocketServer()
+        self._doors: list[Door] = []
         self._passages: Passages | None = None
         self._listener: Listener | None = None
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs are older
@@ -90,21 +106,46 @@ class TransportServer:
         self._register()
         try:
             for address in self._listen:
-                self._bound.append(bind(self._server if address.grpc_only else self._shared, address))
+                self._bound.append(self._bind(address))
             if self._shared.sockets:
-                self._passages = Passages(_private_listener(self._server))
+                self._passages = Passages(_private_listener(self._server), self._admission.origins)
         except BaseException:
             await self.stop(0)
             raise
         await self._server.start()
-        for service in ("", *(service.full_name for service in _SERVICES)):
+        for service in ("", *(service.full_name for service in SERVICES)):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self._passages is not None:
             self._lane.start()
-            connections = self._limits.connections
-            self._listener = Listener(self._shared.sockets, self._lane, self._passages, connections)
+            lanes = Lanes(self._lane, self._passages, self._security.tls)
+            self._listener = Listener(self._doors, lanes, self._limits.connections)
             self._listener.start()
+        self._looking = asyncio.create_task(self._look_after_files())
         return [str(bound.address) for bound in self._bound]
+
+    async def reload(self) -> None:
+        """Read certificates, access file and keys again, changed or not; what has become bad stays as it was."""
+        if await self._reloader.load_all():
+            self._state.dismiss_strangers()
+
+    async def _look_after_files(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            try:
+                await self._reloader.look()
+                self._state.dismiss_strangers()
+            except Exception as error:  # noqa: BLE001  # the root of the task
+                # Who has expired must be sent away next time, whatever went wrong with a file this time.
+                self._root.count_failure("look after files", error)
+
+    def _bind(self, address: UnixAddress | TcpAddress) -> BoundAddress:
+        rules = self._security.rules
+        if is_for_grpc_itself(address, rules):
+            return bind(self._server, address, rules)
+        first = len(self._shared.sockets)
+        bound = bind(self._shared, address, rules)
+        self._doors += self._shared.doors(address, first)
+        return bound
 
     @property
     def connections(self) -> dict[str, int]:
@@ -122,6 +163,16 @@ class TransportServer:
         return dict(self._lane.refused_connections)
 
     @property
+    def refused_by_tenant_limits(self) -> dict[str, int]:
+        """Calls refused for what their tenant has open already, or how fast it asks, by limit."""
+        return dict(self._state.tenants.refused)
+
+    @property
+    def reloads(self) -> dict[tuple[str, str], int]:
+        """Loads of files that changed, by what was loaded and whether it was taken."""
+        return dict(self._reloader.outcomes)
+
+    @property
     def resent_prompts(self) -> int:
         """Prompts that a client of the fast lane had to send whole since their beginning was not known here."""
         return self._lane.resent_prompts
@@ -133,8 +184,10 @@ class TransportServer:
         server, self._server = self._server, None
         await self._health.enter_graceful_shutdown()
         self._lane.stopping = True
+        if self._looking is not None:
+            self._looking.cancel()
         if self._listener is not None:
-            self._listener.stop()
+            await self._listener.stop()
         for bound in self._bound:
             bound.remove()
         self._bound.clear()
@@ -148,13 +201,15 @@ class TransportServer:
         await stopped
         if self._passages is not None:
             await asyncio.to_thread(self._passages.stop)
+        if self._security.tls is not None:
+            self._security.tls.close()
         await self._state.close()
 
     def _register(self) -> None:
-        for service, implementation in zip(_SERVICES, (self._cache, self._admin), strict=True):
+        for service, implementation in zip(SERVICES, (self._cache, self._admin), strict=True):
             self._server.add_generic_rpc_handlers((self._root.handler(service, implementation),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = [*(service.full_name for service in _SERVICES), "grpc.health.v1.Health", reflection.SERVICE_NAME]
+        names = [*(service.full_name for service in SERVICES), "grpc.health.v1.Health", reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
 
 
@@ -173,6 +228,8 @@ def _options(limits: ServiceLimits) -> list[tuple[str, Any]]:
     return [
         ("grpc.so_reuseport", 0),  # else a taken port would be shared in silence
         ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", _METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
         ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),  # a client whose machine is gone loses its session
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,16 @@ from kvstore.errors import (
     InvalidArgumentError,
     InvalidBufferError,
     InvalidLayoutError,
+    InvalidTokensError,
     PermissionDeniedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
 from kvstore.transport.frames import encode_frame
 from kvstore.transport.jobs import LoadJob, WriteJob, load_job, write_job
+from kvstore.transport.principal import caller
 from kvstore.transport.rows import RowAssembler
 from kvstore.types import PrefixMatch
 from kvstore.v1 import cache_service_pb2 as pb
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvstore.transport.session import Session
     from kvstore.transport.state import ServiceState
-    from kvstore.types import KvLayout, Namespace
+    from kvstore.types import CommitResult, KvLayout, Namespace, TokenArray
     from kvstore.v1 import block_pb2
 
 BLOCK_BYTES_MAX = 2**40
@@ -43,6 +46,7 @@ QUICK_BYTES_MAX = 256 * 1024
 EVENTS_DEFAULT = 1000
 EVENT_WAIT_SECONDS_MAX = 10.0
 PREFETCH_WAIT_SECONDS_MAX = 10.0
+DISMISSED = "the token or certificate of the session has expired or was revoked; ask for another one"
 _WATCH_SECONDS = 0.5
 
 
@@ -65,12 +69,16 @@ class CacheService:
         """Open a session that lasts until the client ends the stream, or the server stops."""
         if await anext(requests, None) is None:
             return
-        session = self._state.sessions.open()
+        session = self._state.sessions.open(caller())
+        dismissed = asyncio.Event()
+        session.dismiss = dismissed.set
         try:
             yield self.greeting(session)
-            await _first_of(_drain(requests), self._state.stopping.wait())
+            await _first_of(_drain(requests), self._state.stopping.wait(), dismissed.wait())
             if self._state.stopping.is_set():
                 raise UnavailableError("the server is stopping")
+            if dismissed.is_set():
+                raise UnauthenticatedError(DISMISSED)
         finally:
             self._state.end_session(session)
 
@@ -94,12 +102,14 @@ class CacheService:
         """Check the proof, and let the session use the namespace."""
         session = self._state.sessions.get(request.session_id)
         namespace = convert.namespace_from_proto(request.namespace, None)
+        session.principal.require_tenant(namespace.tenant)
         _check_size(namespace.layout)
         if request.proof:
             secret = self._proven_secret(namespace, session.challenge, request.proof)
             namespace = convert.namespace_from_proto(request.namespace, secret)
         ns_id = await self._state.short.run(partial(self._store.namespace_id, namespace))
         session.open_namespace(ns_id, namespace)
+        self._state.namespaces.add(ns_id, namespace.tenant)
         layout = namespace.layout
         part_bytes = [part.size_bytes for part in layout.parts]
         return pb.OpenNamespaceResponse(ns_id=ns_id, block_bytes=layout.block_bytes, part_bytes=part_bytes)
@@ -127,7 +137,7 @@ class CacheService:
     async def hint(self, request: pb.HintRequest) -> pb.HintResponse:
         """Tell when a prompt will be used again."""
         namespace = self._namespace(request)
-        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        tokens = self._tokens(request.prompt.tokens)
         root = convert.root_from_proto(request.prompt.root)
         seconds = convert.hinted_seconds(request)
         hint = partial(self._store.hint_next_use, namespace, tokens, root=root, seconds=seconds)
@@ -145,14 +155,18 @@ class CacheService:
         """Look the prompt of `tokens` up in the event loop itself; see `is_quick`."""
         return self._matched(session.namespace(request.prompt.ns_id), request, tokens)
 
-    def _matched(self, namespace: Namespace, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
-        return self._store.match(
+    def _matched(self, namespace: Namespace, request: pb.MatchRequest, packed: bytes) -> PrefixMatch:
+        tokens = self._tokens(packed)
+        match = self._store.match(
             namespace,
-            convert.tokens_from_proto(tokens),
+            tokens,
             root=convert.root_from_proto(request.prompt.root),
             touch=not request.peek,
             request_id=request.request_id or None,
         )
+        if not request.peek:
+            self._state.tenants.count_lookup(match, len(tokens))
+        return match
 
     async def prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         """Bring a prompt up into host memory, or go on waiting for that."""
@@ -161,7 +175,7 @@ class CacheService:
         if not 0 <= wait_seconds <= PREFETCH_WAIT_SECONDS_MAX:
             raise InvalidArgumentError(f"wait is {wait_seconds} s, expected 0..{PREFETCH_WAIT_SECONDS_MAX}")
         namespace = self._namespace(request)
-        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        tokens = self._tokens(request.prompt.tokens)
         root = convert.root_from_proto(request.prompt.root)
         start = partial(self._store.prefetch, namespace, tokens, root=root)
         prefetch = await self._state.short.run(
@@ -184,10 +198,18 @@ class CacheService:
     async def lease(self, request: pb.LeaseRequest) -> pb.LeaseResponse:
         """Protect a match; a lease whose caller is gone before the answer ends at once."""
         session = self._state.sessions.get(request.session_id)
-        match = _claimed_match(self._namespace(request), request)
-        open_lease = partial(self._store.lease, match, tiers=convert.tiers_from_proto(request.tiers))
+        namespace = self._namespace(request)
+        match = _claimed_match(namespace, request, self._tokens(request.prompt.tokens))
+        tiers = convert.tiers_from_proto(request.tiers)
         lease = await self._state.short.run(
-            lambda: session.leases.open(request.lease_id, open_lease, match.namespace.layout),
+            lambda: session.leases.open(
+                request.lease_id,
+                lambda: self._store.lease(match, tiers=tiers),
+                namespace,
+                lambda held: self._state.tenants.hold_lease(
+                    namespace.tenant, _leased_bytes(namespace.layout, held.blocks)
+                ),
+            ),
             undo=lambda _: session.leases.end(request.lease_id),
         )
         return pb.LeaseResponse(blocks=lease.blocks)
@@ -247,7 +269,7 @@ class CacheService:
         """Begin to store; a stage whose caller is gone before the answer is aborted at once."""
         session = self._state.sessions.get(request.session_id)
         namespace = self._namespace(request)
-        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        tokens = self._tokens(request.prompt.tokens)
         root = convert.root_from_proto(request.prompt.root)
         stage = await self._state.short.run(
             lambda: session.stages.open(
@@ -260,7 +282,8 @@ class CacheService:
                     turn_ends=request.turn_ends,
                     rank=request.rank if request.HasField("rank") else None,
                 ),
-                namespace.layout,
+                namespace,
+                lambda _: self._state.tenants.hold_stage(namespace.tenant),
             ),
             undo=lambda _: session.stages.end(request.stage_id),
         )
@@ -305,8 +328,14 @@ class CacheService:
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """Make a stage visible; it ends, whatever comes of it."""
         stages = self._state.sessions.get(request.session_id).stages
-        result = await self._state.short.run(lambda: stages.take(request.stage_id).commit())
-        return convert.commit_to_proto(result)
+
+        def commit() -> CommitResult:
+            held = stages.take(request.stage_id)
+            result = held.handle.commit()
+            self._state.tenants.count_commit(held.namespace.tenant, result)
+            return result
+
+        return convert.commit_to_proto(await self._state.short.run(commit))
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         """Drop a stage."""
@@ -315,8 +344,14 @@ class CacheService:
         return pb.AbortResponse()
 
     async def get_stats(self, _request: pb.GetStatsRequest) -> pb.GetStatsResponse:
-        """Occupancy and counters."""
-        return pb.GetStatsResponse(stats=convert.stats_to_proto(await self._state.short.run(self._store.stats)))
+        """Occupancy and counters; a tenant's own where the caller is of one."""
+        tenant = caller().tenant
+        if tenant is None:
+            stats = await self._state.short.run(self._store.stats)
+        else:
+            namespaces, pins = (len(owners.of(tenant)) for owners in (self._state.namespaces, self._state.pins))
+            stats = self._state.tenants.stats(tenant, namespaces=namespaces, pins=pins)
+        return pb.GetStatsResponse(stats=convert.stats_to_proto(stats))
 
     async def read_events(self, request: pb.ReadEventsRequest) -> pb.ReadEventsResponse:
         """One page of events."""
@@ -327,22 +362,38 @@ class CacheService:
         if limit > EVENTS_MAX:
             raise InvalidArgumentError(f"limit is {limit} events, expected at most {EVENTS_MAX}")
         workers = self._state.events if wait_seconds else self._state.short
-        page = await workers.run(partial(self._events, request.after, limit, wait_seconds))
+        page = await workers.run(partial(self._events, caller().tenant, request.after, limit, wait_seconds))
         return pb.ReadEventsResponse(page=page)
 
     async def watch_events(self, request: pb.WatchEventsRequest) -> AsyncGenerator[pb.WatchEventsResponse, None]:
         """Pages of events as they come, until the client cancels or the server stops."""
-        after = request.after
+        after, principal = request.after, caller()
         with self._state.events.place():
             while not self._state.stopping.is_set():
-                page = await self._state.events.call(partial(self._events, after, EVENTS_DEFAULT, _WATCH_SECONDS))
+                if not self._state.access.holds(principal):
+                    raise UnauthenticatedError(DISMISSED)
+                read = partial(self._events, principal.tenant, after, EVENTS_DEFAULT, _WATCH_SECONDS)
+                page = await self._state.events.call(read)
                 after = page.next_after
                 if page.events or page.gap:
                     yield pb.WatchEventsResponse(page=page)
         raise UnavailableError("the server is stopping")
 
-    def _events(self, after: int, limit: int, wait_seconds: float) -> block_pb2.EventPage:
-        return convert.page_to_proto(self._store.events(after=after, limit=limit, wait_seconds=wait_seconds))
+    def _events(self, tenant: str | None, after: int, limit: int, wait_seconds: float) -> block_pb2.EventPage:
+        page = self._store.events(after=after, limit=limit, wait_seconds=wait_seconds)
+        if tenant is not None:
+            own = tuple(event for event in page.events if self._state.namespaces.is_of(event.ns_id, tenant))
+            page = replace(page, events=own)
+        return convert.page_to_proto(page)
+
+    def _tokens(self, packed: bytes) -> TokenArray:
+        tokens = convert.tokens_from_proto(packed)
+        if len(tokens) > self._limits.prompt_tokens:
+            raise InvalidTokensError(
+                f"the prompt has {len(tokens)} tokens, expected at most {self._limits.prompt_tokens} "
+                "(limits.prompt_tokens); ask about its beginning"
+            )
+        return tokens
 
     def _namespace(
         self, request: pb.MatchRequest | pb.HintRequest | pb.PrefetchRequest | pb.LeaseRequest | pb.StageRequest
@@ -359,8 +410,14 @@ def _check_size(layout: KvLayout) -> None:
         raise InvalidLayoutError(f"a block has {block_bytes} bytes, this server takes {BLOCK_BYTES_MAX}")
 
 
-def _claimed_match(namespace: Namespace, request: pb.LeaseRequest) -> PrefixMatch:
-    tokens = convert.tokens_from_proto(request.prompt.tokens)
+def _leased_bytes(layout: KvLayout, blocks: int) -> int:
+    """Bytes of a lease in full: of its dense parts, and of the sparse ones that a match of so many blocks needs."""
+    sparse = range(layout.part_count, len(layout.parts))
+    sparse_bytes = sum(layout.part_bytes(part) * len(layout.needed_blocks(part, blocks)) for part in sparse)
+    return blocks * layout.block_bytes + sparse_bytes
+
+
+def _claimed_match(namespace: Namespace, request: pb.LeaseRequest, tokens: TokenArray) -> PrefixMatch:
     prompt_blocks = len(tokens) // namespace.layout.block_tokens
     if request.blocks > prompt_blocks:
         raise InvalidArgumentError(f"a lease of {request.blocks} blocks of a prompt that has {prompt_blocks}")

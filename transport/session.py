@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError
 from kvstore.hashing import KEY_BYTES
 from kvstore.transport.prefetches import Prefetches
+from kvstore.transport.principal import caller
 from kvstore.transport.status import UnknownSessionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvstore.api import Lease, Stage
     from kvstore.transport.limits import ServiceLimits
+    from kvstore.transport.principal import Origin, Principal
     from kvstore.types import KvLayout, Namespace
 
 logger = logging.getLogger(__name__)
@@ -26,12 +28,22 @@ CHALLENGE_BYTES = 32
 T = TypeVar("T")
 
 
+def _nothing() -> None:
+    """What is to be done where nothing is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held(Generic[T]):
-    """A lease or stage, and the layout its rows have."""
+    """A lease or stage, whose it is and the layout its rows have; `uncount` takes it off its tenant's account."""
 
     handle: T
-    layout: KvLayout
+    namespace: Namespace
+    uncount: Callable[[], None]
+
+    @property
+    def layout(self) -> KvLayout:
+        """The layout of its rows."""
+        return self.namespace.layout
 
 
 class Holdings(Generic[T]):
@@ -46,14 +58,21 @@ class Holdings(Generic[T]):
         self._opening: dict[int, bool] = {}  # whether it is still wanted, by id
         self._closed = False
 
-    def open(self, held_id: int, acquire: Callable[[], T], layout: KvLayout) -> T:
+    def open(
+        self,
+        held_id: int,
+        acquire: Callable[[], T],
+        namespace: Namespace,
+        count: Callable[[T], Callable[[], None]] = lambda _: _nothing,
+    ) -> T:
         """Acquire one and keep it under an id of the client's choice.
 
+        `count` puts it on its tenant's account, or refuses it, and returns what takes it off again.
         What is ended while it is being acquired, by its id or with the session, ends as soon as it is there.
         """
         self._reserve(held_id)
         try:
-            handle = acquire()
+            held = self._counted(acquire(), namespace, count)
         except BaseException:
             with self._lock:
                 del self._opening[held_id]
@@ -61,11 +80,22 @@ class Holdings(Generic[T]):
         with self._lock:
             wanted = self._opening.pop(held_id) and not self._closed
             if wanted:
-                self._held[held_id] = Held(handle, layout)
+                self._held[held_id] = held
         if not wanted:
-            self._end(handle)
+            self._finish(held)
             raise ClosedError(f"{self._noun} {held_id} was ended before it was open")
-        return handle
+        return held.handle
+
+    def _counted(self, handle: T, namespace: Namespace, count: Callable[[T], Callable[[], None]]) -> Held[T]:
+        try:
+            return Held(handle, namespace, count(handle))
+        except BaseException:
+            self._end(handle)
+            raise
+
+    def _finish(self, held: Held[T]) -> None:
+        held.uncount()
+        self._end(held.handle)
 
     def _reserve(self, held_id: int) -> None:
         with self._lock:
@@ -83,24 +113,25 @@ class Holdings(Generic[T]):
             raise ClosedError(f"{self._noun} {held_id} is not open in this session")
         return held
 
-    def take(self, held_id: int) -> T:
-        """Like get, and the id is gone."""
+    def take(self, held_id: int) -> Held[T]:
+        """Like get, and the id is gone; it is off its tenant's account."""
         with self._lock:
             held = self._held.pop(held_id, None)
         if held is None:
             raise ClosedError(f"{self._noun} {held_id} is not open in this session")
-        return held.handle
+        held.uncount()
+        return held
 
     def end(self, held_id: int) -> None:
         """End one; nothing happens if it is not open."""
         held = self._remove(held_id)
         if held is not None:
-            self._end(held.handle)
+            self._finish(held)
 
     def try_to_end(self, held_id: int) -> int:
         """Like end, but a failure is logged and counted: returns how many could not be ended."""
         held = self._remove(held_id)
-        return 0 if held is None else self._failures_to_end(held.handle)
+        return 0 if held is None else self._failures_to_end(held)
 
     def _remove(self, held_id: int) -> Held[T] | None:
         with self._lock:
@@ -114,11 +145,11 @@ class Holdings(Generic[T]):
             self._closed = True
             held = list(self._held.values())
             self._held.clear()
-        return sum(self._failures_to_end(one.handle) for one in held)
+        return sum(map(self._failures_to_end, held))
 
-    def _failures_to_end(self, handle: T) -> int:
+    def _failures_to_end(self, held: Held[T]) -> int:
         try:
-            self._end(handle)
+            self._finish(held)
         except Exception:
             # One that fails must not keep the others from ending.
             logger.exception("a %s could not be ended", self._noun)
@@ -127,9 +158,16 @@ class Holdings(Generic[T]):
 
 
 class Session:
-    """What one client has open. Thread-safe."""
+    """What one client has open, and who that is. Thread-safe.
 
-    def __init__(self, limits: ServiceLimits) -> None:
+    `dismiss` is called, in the event loop, when the caller is no longer let in; who carries the session sets it.
+    """
+
+    def __init__(self, limits: ServiceLimits, principal: Principal) -> None:
+        self.principal = principal
+        # Where its control connection on the fast lane comes from; its connections for bytes come from there too.
+        self.origin: Origin | None = None
+        self.dismiss: Callable[[], None] = _nothing
         self.session_id = secrets.token_bytes(SESSION_ID_BYTES)
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.leases: Holdings[Lease] = Holdings("lease", limits.leases_per_session, lambda lease: lease.release())
@@ -174,22 +212,25 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self) -> Session:
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._sessions.values()))
+
+    def open(self, principal: Principal) -> Session:
         """Raises NoSpaceError at the limit of sessions."""
         if len(self._sessions) >= self._limits.sessions:
             raise NoSpaceError(f"{self._limits.sessions} sessions are open, the most this server allows")
-        session = Session(self._limits)
+        session = Session(self._limits, principal)
         self._sessions[session.session_id] = session
         return session
 
-    def has(self, session_id: bytes) -> bool:
-        """Whether there is a session of that id."""
-        return session_id in self._sessions
+    def find(self, session_id: bytes) -> Session | None:
+        """The session of that id, whoever asks."""
+        return self._sessions.get(session_id)
 
     def get(self, session_id: bytes) -> Session:
-        """Raises UnknownSessionError if there is none of that id (any more)."""
+        """The caller's session. Raises UnknownSessionError if the caller has none of that id (any more)."""
         session = self._sessions.get(session_id)
-        if session is None:
+        if session is None or not session.principal.is_same(caller()):
             raise UnknownSessionError("open a session first")
         return session
 

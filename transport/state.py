@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import UnavailableError
 from kvstore.transport.session import SessionTable
+from kvstore.transport.tenants import Owners, Tenants
 from kvstore.transport.workers import BufferPool, Workers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from kvstore.api import KvStore
+    from kvstore.clock import Clock
+    from kvstore.transport.access import Access
     from kvstore.transport.limits import NamespaceSecrets, ServiceLimits
     from kvstore.transport.session import Session
 
@@ -26,10 +29,16 @@ _ENDING_THREADS = 2
 class ServiceState:
     """What the services of one server share. Used from its event loop, but for what the workers run."""
 
-    def __init__(self, store: KvStore, secrets: NamespaceSecrets, limits: ServiceLimits) -> None:
+    def __init__(
+        self, store: KvStore, secrets: NamespaceSecrets, limits: ServiceLimits, access: Access, clock: Clock
+    ) -> None:
         self.store = store
         self.secrets = secrets
         self.limits = limits
+        self.access = access
+        self.tenants = Tenants(limits, clock)
+        self.namespaces = Owners()
+        self.pins = Owners()
         self.sessions = SessionTable(limits)
         self.buffers = BufferPool(limits.bulk_buffer_bytes)
         self.short = Workers("short", threads=_SHORT_THREADS, calls=limits.short_calls)
@@ -57,6 +66,12 @@ class ServiceState:
         """Forget the session at once; its leases and stages end in the background."""
         self.sessions.remove(session)
         self.end_in_background(session.close)
+
+    def dismiss_strangers(self) -> None:
+        """End the sessions of those whose token or certificate has expired or was revoked."""
+        for session in self.sessions:
+            if not self.access.holds(session.principal):
+                session.dismiss()
 
     def end_in_background(self, end: Callable[[], int]) -> None:
         """Run `end` in a thread that waits for no other call; it returns how many things could not be ended."""

@@ -28,6 +28,7 @@ _CODES: dict[type[errors.KvstoreError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.LayoutMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     errors.NoSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
     errors.ClosedError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -58,8 +59,9 @@ def status_of(error: errors.KvstoreError) -> tuple[grpc.StatusCode, str, tuple[t
         return grpc.StatusCode.UNAUTHENTICATED, details, ()
     kind = next(base for base in type(error).__mro__ if base in _CODES)
     metadata = [(ERROR_KEY, kind.__name__)]
-    if kind is errors.NoSpaceError:
-        metadata.append((RETRY_KEY, str(RETRY_AFTER_MS)))
+    if isinstance(error, errors.NoSpaceError):
+        seconds = error.retry_after_seconds
+        metadata.append((RETRY_KEY, str(RETRY_AFTER_MS if seconds is None else max(1, round(seconds * 1000)))))
     return _CODES[kind], details, tuple(metadata)
 
 
@@ -67,9 +69,10 @@ def error_of(
     code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, Any]], address: str
 ) -> errors.KvstoreError:
     """The error that a failed call to `address` stands for."""
-    kind = _CLASSES.get(dict(metadata).get(ERROR_KEY, ""))
+    named = dict(metadata)
+    kind = _CLASSES.get(named.get(ERROR_KEY, ""))
     if kind is not None:
-        return kind(details)
+        return _with_retry(kind(details), named.get(RETRY_KEY, ""))
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return UnknownSessionError(f"{address} has ended this session: {details}")
     if code in _BARE_CODES:
@@ -79,3 +82,9 @@ def error_of(
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.UnavailableError(f"cannot reach {address} ({details}); is `kvstore serve` running there?")
     return errors.UnavailableError(f"{address} failed with {code.name}: {details}; see its log")
+
+
+def _with_retry(error: errors.KvstoreError, milliseconds: object) -> errors.KvstoreError:
+    if isinstance(error, errors.NoSpaceError) and isinstance(milliseconds, str) and milliseconds.isdecimal():
+        error.retry_after_seconds = int(milliseconds) / 1000
+    return error

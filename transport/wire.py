@@ -283,10 +283,10 @@ def decode_error(code: int, body: bytes, address: str) -> KvstoreError:
     status = _STATUSES.get(code)
     if status is None or status is grpc.StatusCode.OK or len(body) < _ERROR.size:
         raise WireFormatError(f"an error has code {code} and {len(body)} bytes, expected a gRPC status and a text")
-    _, name_bytes = _ERROR.unpack_from(body)
+    retry_ms, name_bytes = _ERROR.unpack_from(body)
     name = body[_ERROR.size : _ERROR.size + name_bytes].decode(errors="replace")
     details = body[_ERROR.size + name_bytes :].decode(errors="replace")
-    return error_of(status, details, ((ERROR_KEY, name),), address)
+    return error_of(status, details, ((ERROR_KEY, name), (RETRY_KEY, str(retry_ms))), address)
 
 
 _KINDS = tuple(Kind)

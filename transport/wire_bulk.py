@@ -7,6 +7,7 @@ wherever the store can lend them.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvstore.transport import wire
 from kvstore.transport.calls import INTERNAL_DETAILS
 from kvstore.transport.jobs import Lender, LoadJob, WriteJob, load_job, write_job
 from kvstore.transport.status import UnknownSessionError, status_of
+from kvstore.transport.tenants import under_way
 from kvstore.transport.wire_socket import BulkSocket, RowReceiver, send_rows
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -68,11 +70,10 @@ class BulkConnection:
     async def _has_request(self) -> bool:
         """Wait for a request; false if the client ends the connection instead."""
         while True:
-            await self._readable()
             try:
                 return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
             except BlockingIOError:
-                continue  # woken for nothing, which the loop may do
+                await self._readable()  # which may end for nothing, as loops do
             except OSError:
                 return False
 
@@ -124,6 +125,7 @@ class _BulkCall:
         self._session = session
         self._limits = lane.state.limits
         self._buffers = lane.state.buffers
+        self._tenants = lane.state.tenants
         self._method = wire.Method.Load
         self._call_id = 0
         self._unended = 0
@@ -132,7 +134,10 @@ class _BulkCall:
         """Read the request and do it; errors are answered."""
         self._peer.begin(STALL_SECONDS, STALL_SECONDS)
         try:
-            return self._do(self._request())
+            request = self._request()
+            self._session.principal.require(self._method.name)
+            with under_way(self._tenants, self._session.principal.tenant):
+                return self._do(request)
         except KvstoreError as error:
             return self._refuse(error)
         except OSError:  # a timeout and a lost connection are among them
@@ -246,7 +251,7 @@ class _BulkCall:
                 receiver.fill([scratch[: size_bytes - done_bytes]])
 
     def _check_session(self, session_id: bytes) -> None:
-        if session_id != self._session.session_id:
+        if not hmac.compare_digest(session_id, self._session.session_id):
             raise UnknownSessionError("open a session first")
 
     def _respond(self, message: Message) -> _Outcome:

@@ -6,30 +6,48 @@ A connection is a session: it ends with it. Requests are pipelined and answered 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
-from kvstore.errors import InvalidArgumentError, KvstoreError, NoSpaceError, UnavailableError
+from kvstore.errors import (
+    InvalidArgumentError,
+    KvstoreError,
+    NoSpaceError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from kvstore.transport import wire
 from kvstore.transport.calls import INTERNAL_DETAILS
 from kvstore.transport.frames import encode_matched
+from kvstore.transport.principal import enter
+from kvstore.transport.roles import OPEN_CALLS
+from kvstore.transport.service import DISMISSED
 from kvstore.transport.status import UnknownSessionError, status_of
+from kvstore.transport.tenants import under_way
 from kvstore.transport.wire_prompts import PromptMemory
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from contextlib import AbstractContextManager
 
+    from kvstore.transport.principal import Origin
     from kvstore.transport.session import Session
     from kvstore.transport.wire_lane import WireLane
     from kvstore.v1 import cache_service_pb2 as pb
 
 _BUFFER_BYTES = 64 * 1024
-_FIRST_BODY_BYTES_MAX = 4096
+# Of a connection on which nothing longer has come yet.
+_IDLE_BUFFER_BYTES = 2 * 1024
+_FIRST_BODY_BYTES_MAX = 16 * 1024  # a session with its token
 _OK = grpc.StatusCode.OK.name
+_UNCOUNTED = nullcontext()
 
 
 class ControlConnection(asyncio.BufferedProtocol):
@@ -39,13 +57,14 @@ class ControlConnection(asyncio.BufferedProtocol):
     `message_bytes` bounds, and shrinks again behind it.
     """
 
-    def __init__(self, lane: WireLane) -> None:
+    def __init__(self, lane: WireLane, origin: Origin) -> None:
         self._lane = lane
+        self._origin = origin
         self._body_bytes_max = lane.state.limits.message_bytes
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
         self._prompts = PromptMemory(lane.state.limits.prompt_bytes_per_session, lane.prompt_budget)
-        self._buffer = bytearray(_BUFFER_BYTES)
+        self._buffer = bytearray(_IDLE_BUFFER_BYTES)
         self._begin = 0
         self._end = 0
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -162,15 +181,25 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _open_session(self, header: wire.Header, method: wire.Method, body: memoryview) -> None:
         if method is not wire.Method.Session:
             raise wire.WireFormatError(f"a control connection begins with {method.name}, expected Session")
-        _parse(wire.Method.Session, body)
+        request = cast("pb.SessionRequest", _parse(wire.Method.Session, body))
         try:
-            self._session = self._lane.open_session()
-        except NoSpaceError as error:
+            principal = self._lane.state.access.admit(self._origin, request.token)
+            principal.require(method.name)
+            self._session = self._lane.open_session(principal, self._origin)
+        except (NoSpaceError, PermissionDeniedError, UnauthenticatedError) as error:
+            if isinstance(error, UnauthenticatedError):
+                self._lane.refuse("unauthenticated")
             self._send(wire.encode_error(error, header.call_id))
             self.close()
             return
+        self._session.dismiss = self._dismiss
         greeting = self._lane.cache.greeting(self._session)
         self._send(wire.encode_frame(wire.Kind.RESPONSE, greeting.SerializeToString(), call_id=header.call_id))
+
+    def _dismiss(self) -> None:
+        """Who has opened the session is no longer let in."""
+        self._send(wire.encode_error(UnauthenticatedError(DISMISSED), 0))
+        self.close()
 
     def _take_call(self, header: wire.Header, method: wire.Method, body: memoryview) -> None:
         limit = self._lane.state.limits.calls_per_connection
@@ -178,6 +207,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             raise NoSpaceError(f"{limit} calls of this connection are under way; await some first")
         if self._lane.stopping:
             raise UnavailableError("the server is stopping")
+        self._require_role(method)
         tokens: bytes | None = None
         request: Any  # of the type that goes with the method
         if header.flags & wire.FLAG_DELTA:
@@ -199,11 +229,23 @@ class ControlConnection(asyncio.BufferedProtocol):
         call = asyncio.get_running_loop().create_task(self._answer(header, method, request))
         self._calls[header.call_id] = call
 
+    def _require_role(self, method: wire.Method) -> None:
+        """Raises PermissionDeniedError unless the caller may make this call."""
+        assert self._session is not None, "no session was opened"
+        if method.name not in OPEN_CALLS:
+            self._session.principal.require(method.name)
+
     def _check_session(self, request: Message) -> None:
         """A session is used on its own connection alone: even who knows the id of another cannot act in it."""
         assert self._session is not None, "no session was opened"
-        if getattr(request, "session_id", self._session.session_id) != self._session.session_id:
+        if not hmac.compare_digest(getattr(request, "session_id", self._session.session_id), self._session.session_id):
             raise UnknownSessionError("open a session first")
+
+    def _counted(self) -> AbstractContextManager[None]:
+        """The time of a call, on the account of the caller's tenant."""
+        assert self._session is not None, "no session was opened"
+        tenant = self._session.principal.tenant
+        return _UNCOUNTED if tenant is None else under_way(self._lane.state.tenants, tenant)
 
     def _match_at_once(self, header: wire.Header, request: pb.MatchRequest, tokens: bytes | None) -> bool:
         """Answer a lookup without a thread; false if that could take too long."""
@@ -214,7 +256,8 @@ class ControlConnection(asyncio.BufferedProtocol):
         start = self._lane.root.begin("Match")
         status = _OK
         try:
-            match = self._lane.cache.match_at_once(session, request, whole)
+            with self._counted():
+                match = self._lane.cache.match_at_once(session, request, whole)
             frame = wire.encode_frame(wire.Kind.RESPONSE, encode_matched(match), call_id=header.call_id)
         except KvstoreError as error:
             status = status_of(error)[0].name
@@ -229,9 +272,12 @@ class ControlConnection(asyncio.BufferedProtocol):
         start = root.begin(method.name)
         status = grpc.StatusCode.OK
         seconds = header.deadline_ms / 1000 if header.deadline_ms else None
+        assert self._session is not None, "no session was opened"
+        enter(self._session.principal)
         try:
-            async with asyncio.timeout(seconds):
-                answer = await self._lane.method(method)(request)
+            with self._counted():
+                async with asyncio.timeout(seconds):
+                    answer = await self._lane.method(method)(request)
             frame = wire.encode_frame(wire.Kind.RESPONSE, answer.SerializeToString(), call_id=header.call_id)
         except asyncio.CancelledError:
             status = grpc.StatusCode.CANCELLED

@@ -7,9 +7,10 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.errors import NoSpaceError, UnavailableError
+from kvstore.errors import NoSpaceError, UnauthenticatedError, UnavailableError
 from kvstore.transport import wire
 from kvstore.transport.address import UnixAddress
+from kvstore.transport.credentials import Credentials, secure
 from kvstore.transport.status import UnknownSessionError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def dial(
         raise UnavailableError(f"no answer from {address} within {seconds} s") from err
     except OSError as err:
         connected.close()
+        _raise_if_refused(err, address)
         raise NoFastLaneError(f"{address} has closed the connection ({err.strerror})") from err
     except BaseException:
         connected.close()
@@ -59,6 +61,7 @@ def _connect(address: UnixAddress | TcpAddress, seconds: float) -> socket.socket
                 connected.close()
                 raise
             return connected
+        ends_at = time.monotonic() + seconds
         connected = socket.create_connection((address.host, address.port), timeout=seconds)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except TimeoutError as err:
@@ -66,7 +69,10 @@ def _connect(address: UnixAddress | TcpAddress, seconds: float) -> socket.socket
     except OSError as err:
         cause = err.strerror or str(err)
         raise UnavailableError(f"cannot reach {address} ({cause}); is `kvstore serve` running there?") from err
-    return connected
+    if not address.tls:
+        return connected
+    connected.settimeout(max(0.001, ends_at - time.monotonic()))
+    return secure(connected, address.host, address.credentials or Credentials(), str(address))
 
 
 def _receive_hello(connected: socket.socket, address: UnixAddress | TcpAddress, ends_at: float) -> wire.ServerHello:
@@ -78,6 +84,14 @@ def _receive_hello(connected: socket.socket, address: UnixAddress | TcpAddress, 
         if not received or raw[: len(wire.MAGIC)] != wire.MAGIC[: len(raw)]:
             raise NoFastLaneError(f"{address} does not answer as kvstore's fast lane does, but with {raw[:8]!r}")
     return wire.decode_server_hello(raw)
+
+
+def _raise_if_refused(err: OSError, address: UnixAddress | TcpAddress) -> None:
+    """In TLS 1.3 a server tells what it thinks of a client's certificate only after the client has begun to speak."""
+    if "ALERT" in (err.strerror or "") and "CERTIFICATE" in (err.strerror or ""):
+        raise UnauthenticatedError(
+            f"{address} wants a certificate of a CA that it believes (tls_cert, tls_key): {err.strerror}"
+        ) from err
 
 
 def _require_welcome(hello: wire.ServerHello, address: UnixAddress | TcpAddress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -19,6 +20,8 @@ _BUFFER_BYTES = 64 * 1024
 _BODY_BYTES_MAX = 128 * 2**20
 _CALL_ID_MAX = 2**32 - 1
 _TIMEVAL = struct.Struct("@ll")
+# One system call waits no longer than this, so that a call with less time left than that ends in time too.
+_STEP_SECONDS = 0.05
 
 Answer = tuple[wire.Header, bytes]
 
@@ -45,10 +48,10 @@ class Exchange:
     Callers read the answers themselves: one of those who wait reads for all, and when it has its own another one goes
     on. So a lone caller changes no thread. `_send_lock` orders what is sent. `_lock` guards `_waiting`, `_reading`,
     `_users` and `ended`; nothing is waited for under it. The buffer belongs to the one who reads. No call outlasts
-    twice its time: each system call ends after `seconds`, and is begun only while the call has time left.
+    its time: what waits in a system call does so for a short step, and at last for what is left.
     """
 
-    def __init__(self, connected: socket.socket, peer: str, seconds: float) -> None:
+    def __init__(self, connected: socket.socket, peer: str) -> None:
         self.ended = False
         self._socket = connected
         self._peer = peer
@@ -63,17 +66,15 @@ class Exchange:
         self._begin = 0
         self._end = 0
         connected.setblocking(True)
-        times = _TIMEVAL.pack(int(seconds), max(1, int(seconds % 1 * 1_000_000)))
+        times = _TIMEVAL.pack(0, int(_STEP_SECONDS * 1_000_000))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, times)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, times)
 
-    def ask(self, frame: Callable[[int], bytes], seconds: float) -> Answer:
+    def ask(self, frame: Callable[[int], bytes], ends_at: float) -> Answer:
         """Send the frame that `frame` makes for a call id, and return what is answered.
 
         Frames are made in the order they are sent. Raises UnavailableError if nothing is answered in time, and if the
         connection ends, which the first that notices makes known to all.
         """
-        ends_at = time.monotonic() + seconds
         waiter = _Waiter()
         call_id = self._enter(waiter)
         try:
@@ -167,10 +168,9 @@ class Exchange:
     def _send_all(self, unsent: memoryview, ends_at: float) -> None:
         """Send a frame; if that breaks off nothing can follow it, and the connection ends."""
         try:
-            while unsent := unsent[self._socket.send(unsent) :]:
-                if time.monotonic() >= ends_at:
-                    raise BlockingIOError
-        except BlockingIOError as err:
+            while unsent := unsent[self._send_some(unsent, ends_at) :]:
+                pass
+        except TimeoutError as err:
             self.end()
             raise self._late() from err
         except OSError as err:
@@ -179,6 +179,22 @@ class Exchange:
         except KeyboardInterrupt:
             self.end()
             raise
+
+    def _send_some(self, unsent: memoryview, ends_at: float) -> int:
+        """Send as much as there is room for, or wait for some. Raises TimeoutError if the time is over."""
+        try:
+            return self._socket.send(unsent, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            left_seconds = ends_at - time.monotonic()
+            if left_seconds <= 0:
+                raise TimeoutError from None
+            self._ready(select.POLLOUT, left_seconds)
+            return 0
+
+    def _ready(self, event: int, seconds: float) -> bool:
+        poller = select.poll()
+        poller.register(self._socket, event)
+        return bool(poller.poll(max(1, int(seconds * 1000))))
 
     def _await(self, waiter: _Waiter, ends_at: float) -> None:
         while True:
@@ -196,9 +212,13 @@ class Exchange:
     def _read_for_all(self, waiter: _Waiter, ends_at: float) -> None:
         try:
             while waiter.answer is None:
-                if time.monotonic() >= ends_at:
+                left_seconds = ends_at - time.monotonic()
+                if left_seconds <= 0:
                     raise self._late()
-                self._read_some()
+                if left_seconds >= _STEP_SECONDS:
+                    self._read_some(0)
+                elif not self._read_some(socket.MSG_DONTWAIT):
+                    self._ready(select.POLLIN, left_seconds)
         except wire.WireFormatError as err:
             self.end()
             raise UnavailableError(f"{self._peer} sent what is no answer: {err}") from err
@@ -213,12 +233,12 @@ class Exchange:
                 self._reading = False
                 self._pass_on()
 
-    def _read_some(self) -> None:
-        """Read once and hand out what is whole; nothing is read if the time of the system call passes first."""
+    def _read_some(self, flags: int) -> bool:
+        """Read once and hand out what is whole; false if nothing comes before the time of the system call is over."""
         try:
-            received_bytes = self._socket.recv_into(self._view[self._end :])
+            received_bytes = self._socket.recv_into(self._view[self._end :], 0, flags)
         except BlockingIOError:
-            return
+            return False
         if not received_bytes:
             raise ConnectionError("connection closed")
         self._end += received_bytes
@@ -228,7 +248,7 @@ class Exchange:
             body_end = body_begin + header.body_bytes
             if body_end > self._end:
                 self._make_room(wire.HEADER_BYTES + header.body_bytes)
-                return
+                return True
             self._hand_out(header, bytes(self._view[body_begin:body_end]))
             self._begin = body_end
         if self._begin == self._end:
@@ -238,6 +258,7 @@ class Exchange:
                 self._view = memoryview(self._buffer)
         elif self._end == len(self._buffer):
             self._make_room(wire.HEADER_BYTES)
+        return True
 
     def _make_room(self, frame_bytes: int) -> None:
         if self._begin + frame_bytes > len(self._buffer):

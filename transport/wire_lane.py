@@ -9,6 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvstore.transport import wire
+from kvstore.transport.tls_socket import TlsSocket
+from kvstore.transport.tls_stream import TlsTransport
 from kvstore.transport.wire_bulk import BulkConnection
 from kvstore.transport.wire_control import ControlConnection, check_health, unary_methods
 from kvstore.transport.wire_prompts import PromptBudget
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore.transport.admin import AdminService
     from kvstore.transport.calls import CallRoot
+    from kvstore.transport.principal import Origin, Principal
     from kvstore.transport.service import CacheService
     from kvstore.transport.session import Session
     from kvstore.transport.state import ServiceState
@@ -77,10 +80,10 @@ class WireLane:
             await asyncio.wait(self._tasks)
         await asyncio.to_thread(self.bulk.close)
 
-    def welcome(self, connected: socket.socket, raw_hello: bytes) -> None:
+    def welcome(self, connected: socket.socket, raw_hello: bytes, origin: Origin) -> None:
         """Take over a connection that said hello, or refuse it by name."""
         hello = wire.decode_client_hello(raw_hello)
-        verdict = self._verdict(hello)
+        verdict = self._verdict(hello, origin)
         if verdict is not wire.Verdict.OK:
             self.refuse(verdict.name.lower())
         _prepare(connected)
@@ -92,9 +95,10 @@ class WireLane:
         if verdict is not wire.Verdict.OK:
             connected.close()
         elif hello.lane == wire.Lane.CONTROL:
-            self._spawn(self._serve_control(connected))
+            self._spawn(self._serve_control(connected, origin))
         else:
-            session = self.state.sessions.get(hello.session_id)
+            session = self.state.sessions.find(hello.session_id)
+            assert session is not None, "the verdict was OK"
             connection = BulkConnection(self, connected, session)
             self._bulks[session.session_id].add(connection)
             self._spawn(self._serve_bulk(connection, session.session_id))
@@ -118,9 +122,11 @@ class WireLane:
         if not self._controls:
             self._none_left.set()
 
-    def open_session(self) -> Session:
+    def open_session(self, principal: Principal, origin: Origin) -> Session:
         """Raises NoSpaceError at the limit of sessions."""
-        return self.state.sessions.open()
+        session = self.state.sessions.open(principal)
+        session.origin = origin
+        return session
 
     def end_session(self, session: Session) -> None:
         """End a session, with its bulk connections and everything it holds."""
@@ -139,22 +145,26 @@ class WireLane:
             control.abort()
         await self._none_left.wait()
 
-    def _verdict(self, hello: wire.ClientHello) -> wire.Verdict:
+    def _verdict(self, hello: wire.ClientHello, origin: Origin) -> wire.Verdict:
         verdict = wire.answer_hello(hello)
         if verdict is not wire.Verdict.OK:
             return verdict
         if self.stopping:
             return wire.Verdict.STOPPING
         if hello.lane == wire.Lane.BULK:
-            if not self.state.sessions.has(hello.session_id):
+            session = self.state.sessions.find(hello.session_id)
+            if session is None or session.origin != origin:
                 return wire.Verdict.SESSION
             if len(self._bulks.get(hello.session_id, ())) >= self.state.limits.bulk_connections_per_session:
                 return wire.Verdict.FULL
         return wire.Verdict.OK
 
-    async def _serve_control(self, connected: socket.socket) -> None:
+    async def _serve_control(self, connected: socket.socket, origin: Origin) -> None:
+        if isinstance(connected, TlsSocket):
+            TlsTransport(connected, ControlConnection(self, origin))
+            return
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: ControlConnection(self), connected)
+        await loop.connect_accepted_socket(lambda: ControlConnection(self, origin), connected)
 
     async def _serve_bulk(self, connection: BulkConnection, session_id: bytes) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from functools import lru_cache
 from itertools import count
@@ -14,7 +15,8 @@ from kvstore import __version__
 from kvstore.errors import UnavailableError
 from kvstore.transport import convert, wire
 from kvstore.transport.frames import encode_match
-from kvstore.transport.link import Matched, OpenNamespaces
+from kvstore.transport.link import Matched, OpenNamespaces, R
+from kvstore.transport.plans import SESSION
 from kvstore.transport.status import UnknownSessionError
 from kvstore.transport.wire_dial import dial
 from kvstore.transport.wire_exchange import Answer, Exchange
@@ -32,10 +34,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress, UnixAddress
-    from kvstore.transport.link import Deadlines, Lookup
+    from kvstore.transport.link import Lookup, Rpc
     from kvstore.types import Namespace, Root
 
-R = TypeVar("R", bound="Message")
+P = TypeVar("P", bound="Message")
 _ANSWERS_REMEMBERED = 1024
 _ROOTS_REMEMBERED = 256
 _links: weakref.WeakSet[WireLink] = weakref.WeakSet()
@@ -49,22 +51,20 @@ class WireLink:
 
     lane = "wire"
 
-    def __init__(self, address: UnixAddress | TcpAddress, deadlines: Deadlines) -> None:
-        self.deadlines = deadlines
+    def __init__(self, address: UnixAddress | TcpAddress, ends_at: float) -> None:
         self._address = str(address)
         self._ids = count(1)
         self._namespaces = OpenNamespaces()
-        connected, hello = dial(address, wire.Lane.CONTROL, bytes(16), deadlines.control_seconds)
-        self._exchange = Exchange(connected, self._address, deadlines.control_seconds)
+        connected, hello = dial(address, wire.Lane.CONTROL, bytes(16), max(0.001, ends_at - time.monotonic()))
+        self._exchange = Exchange(connected, self._address)
         self._prompts = SentPrompts(hello.prompt_bytes)  # used by who is sending
         try:
-            request = pb.SessionRequest(client_version=__version__)
-            self.session = self._call(wire.Method.Session, request, pb.SessionResponse, deadlines.control_seconds)
+            self.session = self.call(SESSION, session_request(address), ends_at)
         except BaseException:
             self._exchange.end()
             raise
         self._session_id = self.session.session_id
-        self._prompt_head = lru_cache(maxsize=_ROOTS_REMEMBERED)(self._head_of_prompt)
+        self._prompt_head = new_prompt_heads()
         self._pool = BulkPool(address, self._session_id)
         _links.add(self)
 
@@ -78,136 +78,89 @@ class WireLink:
         self._exchange.end()
         self._pool.end()
 
-    def call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:  # noqa: ARG002
-        """One call within the deadline of control calls."""
-        return self._call(wire.Method[method], request, response_type, self.deadlines.control_seconds)
+    def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
+        """One call."""
+        method = wire.Method[rpc.method]
+        if method in wire.PROMPT_METHODS:
+            whole, message = prompt_message(request)
+            answer = self._ask_by_growth(method, message, whole, ends_at)
+        else:
+            body = request.SerializeToString()
+            answer = self._exchange.ask(lambda call_id: encode_request(method, body, call_id, ends_at), ends_at)
+        return parsed(rpc.response, self._body(method, answer), self._address)
 
-    def match(self, lookup: Lookup) -> Matched:
-        """A lookup, within the deadline of control calls; without an object of protobuf on the way."""
-        head = self._prompt_head(self.ns_id(lookup.namespace), lookup.root)
-        request_id = lookup.request_id.encode()
-        whole = lookup.prompt.astype("<u4", copy=False).tobytes()
-
-        def message(tokens: bytes) -> bytes:
-            return encode_match(self._session_id, head, tokens, peek=lookup.peek, request_id=request_id)
-
-        seconds = self.deadlines.control_seconds
-        return _matched(self._body(wire.Method.Match, self._ask_by_growth(wire.Method.Match, message, whole, seconds)))
-
-    def long_call(self, service: str, method: str, request: Message, response_type: type[R]) -> R:  # noqa: ARG002
-        """One call within the deadline of bulk calls."""
-        return self._call(wire.Method[method], request, response_type, self.deadlines.bulk_seconds)
+    def match(self, lookup: Lookup, ends_at: float) -> Matched:
+        """A lookup, without an object of protobuf on the way."""
+        head = self._prompt_head(self.ns_id(lookup.namespace, ends_at), lookup.root)
+        whole, message = match_message(self._session_id, head, lookup)
+        return matched(self._body(wire.Method.Match, self._ask_by_growth(wire.Method.Match, message, whole, ends_at)))
 
     def new_id(self) -> int:
         """An id that names one lease or stage of this session."""
         return next(self._ids)
 
-    def give_up(self, service: str, method: str, request: Message, response_type: type[Message]) -> None:  # noqa: ARG002
+    def give_up(self, rpc: Rpc[R], request: Message, seconds: float) -> None:
         """Send a call that ends what we may or may not hold, without waiting. If that fails, the session is ended.
 
         Ending what is not there is no error of the server's, so its answer tells nothing.
         """
+        if self.ended:
+            return
         body = request.SerializeToString()
-        seconds = self.deadlines.control_seconds
+        ends_at = time.monotonic() + seconds
         try:
-            self._exchange.tell(lambda call_id: _request(wire.Method[method], body, call_id, seconds), seconds)
+            self._exchange.tell(
+                lambda call_id: encode_request(wire.Method[rpc.method], body, call_id, ends_at), ends_at
+            )
         except UnavailableError:
             self.close()
 
-    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8]) -> int:
+    def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
         """Receive leased blocks straight into the flat `target`; returns how many leading blocks are right."""
         row_bytes = target.size // request.blocks
         try:
-            answer, filled_bytes = self._pool.load(request, target.data, self.deadlines.bulk_seconds)
+            answer, filled_bytes = self._pool.load(request, target.data, ends_at)
         except UnavailableError:
             self._notice_end()
             raise
-        summary = self._parsed(pb.LoadResponse, answer).summary
+        summary = parsed(pb.LoadResponse, answer, self._address).summary
         if filled_bytes != summary.blocks * row_bytes:
             raise UnavailableError(f"{self._address} ended a load without all of its bytes")
         return summary.blocks
 
-    def write(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> int:
+    def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send the flat `source` to a stage; returns how many rows were taken."""
         try:
-            answer = self._pool.write(start, source.data, self.deadlines.bulk_seconds)
+            answer = self._pool.write(start, source.data, ends_at)
         except UnavailableError:
             self._notice_end()
             raise
-        return self._parsed(pb.WriteResponse, answer).rows
+        return parsed(pb.WriteResponse, answer, self._address).rows
 
-    def ns_id(self, namespace: Namespace) -> bytes:
+    def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""
-        return self._namespaces.ns_id(self, namespace)
+        return self._namespaces.ns_id(self, namespace, ends_at)
 
     def forget(self) -> None:
         """In the child of a fork: the session stays the parent's, and is over here."""
         self._exchange.forget()
         self._pool.forget()
 
-    def _call(self, method: wire.Method, request: Message, response_type: type[R], seconds: float) -> R:
-        if method in wire.PROMPT_METHODS:
-            prompt_request = cast("pb.LeaseRequest", request)
-            whole = prompt_request.prompt.tokens
-
-            def message(tokens: bytes) -> bytes:
-                prompt_request.prompt.tokens = tokens
-                return prompt_request.SerializeToString()
-
-            answer = self._ask_by_growth(method, message, whole, seconds)
-        else:
-            body = request.SerializeToString()
-            answer = self._exchange.ask(lambda call_id: _request(method, body, call_id, seconds), seconds)
-        return self._parsed(response_type, self._body(method, answer))
-
     def _body(self, method: wire.Method, answer: Answer) -> bytes:
-        """The message of an answer; raises the error that it is instead."""
-        header, body = answer
-        if header.kind is wire.Kind.RESPONSE:
-            return body
-        if header.kind is not wire.Kind.ERROR:
-            raise UnavailableError(f"{self._address} answered {method.name} with a frame of kind {header.kind.name}")
-        error = wire.decode_error(header.code, body, self._address)
-        if isinstance(error, UnknownSessionError):
+        try:
+            return body_of(method, answer, self._address)
+        except UnknownSessionError:
             self.close()
-        raise error
+            raise
 
     def _ask_by_growth(
-        self, method: wire.Method, message: Callable[[bytes], bytes], whole: bytes, seconds: float
+        self, method: wire.Method, message: Callable[[bytes], bytes], whole: bytes, ends_at: float
     ) -> Answer:
-        """Ask about a prompt: by what is new in it, and if the server does not know the rest, by all of it.
-
-        `message` gives the request with the tokens it is given.
-        """
-        growth: Growth | None = None
-
-        def first(call_id: int) -> bytes:
-            nonlocal growth
-            growth = self._prompts.growth(whole)
-            if growth is None:
-                return _request(method, message(whole), call_id, seconds)
-            return _grown_request(method, growth, message(growth.tail), call_id, seconds)
-
-        def again(call_id: int) -> bytes:
-            assert growth is not None, "a prompt sent whole is known"
-            return _grown_request(method, self._prompts.whole_again(growth, whole), message(whole), call_id, seconds)
-
-        answer = self._exchange.ask(first, seconds)
-        if answer[0].kind is wire.Kind.RESEND and growth is not None:
-            answer = self._exchange.ask(again, seconds)
+        request = GrownRequest(self._prompts, method, message, whole, ends_at)
+        answer = self._exchange.ask(request.first, ends_at)
+        if request.is_wanted_again(answer):
+            answer = self._exchange.ask(request.again, ends_at)
         return answer
-
-    def _head_of_prompt(self, ns_id: bytes, root: Root | None) -> bytes:
-        require_root(root)
-        return block_pb2.Prompt(
-            ns_id=ns_id, root=convert.root_to_proto(root) if root is not None else None
-        ).SerializeToString()
-
-    def _parsed(self, response_type: type[R], body: bytes) -> R:
-        try:
-            return response_type.FromString(body)
-        except DecodeError as err:
-            raise UnavailableError(f"{self._address} sent no {response_type.__name__}: {err}") from err
 
     def _notice_end(self) -> None:
         """A transfer that broke off may be the first sign that the session is over."""
@@ -216,24 +169,123 @@ class WireLink:
             self._pool.end()
 
 
-def _request(method: wire.Method, body: bytes, call_id: int, seconds: float) -> bytes:
-    deadline_ms = wire.deadline_ms_of(seconds)
+def session_request(address: UnixAddress | TcpAddress) -> pb.SessionRequest:
+    """The first request of a connection, with the token of who calls. Reads its file; raises ConfigError."""
+    token = address.credentials.token() if address.credentials is not None else ""
+    return pb.SessionRequest(client_version=__version__, token=token)
+
+
+class GrownRequest:
+    """A request about a prompt: by what is new in it, and if the server does not know the rest, by all of it.
+
+    `message` gives the request with the tokens it is given. `first` and `again` are called in the order of sending.
+    """
+
+    def __init__(
+        self,
+        prompts: SentPrompts,
+        method: wire.Method,
+        message: Callable[[bytes], bytes],
+        whole: bytes,
+        ends_at: float,
+    ) -> None:
+        self._prompts = prompts
+        self._method = method
+        self._message = message
+        self._whole = whole
+        self._ends_at = ends_at
+        self._growth: Growth | None = None
+
+    def first(self, call_id: int) -> bytes:
+        """The frame to begin with."""
+        self._growth = growth = self._prompts.growth(self._whole)
+        if growth is None:
+            return encode_request(self._method, self._message(self._whole), call_id, self._ends_at)
+        return encode_grown_request(self._method, growth, self._message(growth.tail), call_id, self._ends_at)
+
+    def is_wanted_again(self, answer: Answer) -> bool:
+        """Whether the server asks for the whole."""
+        return answer[0].kind is wire.Kind.RESEND and self._growth is not None
+
+    def again(self, call_id: int) -> bytes:
+        """The frame that has all of it."""
+        assert self._growth is not None, "a prompt sent whole is known"
+        growth = self._prompts.whole_again(self._growth, self._whole)
+        return encode_grown_request(self._method, growth, self._message(self._whole), call_id, self._ends_at)
+
+
+def prompt_message(request: Message) -> tuple[bytes, Callable[[bytes], bytes]]:
+    """The tokens of a request of PROMPT_METHODS, and a function that gives it with other ones."""
+    prompt_request = cast("pb.LeaseRequest", request)
+
+    def message(tokens: bytes) -> bytes:
+        prompt_request.prompt.tokens = tokens
+        return prompt_request.SerializeToString()
+
+    return prompt_request.prompt.tokens, message
+
+
+def match_message(session_id: bytes, prompt_head: bytes, lookup: Lookup) -> tuple[bytes, Callable[[bytes], bytes]]:
+    """The same of a lookup, without an object of protobuf."""
+    request_id = lookup.request_id.encode()
+
+    def message(tokens: bytes) -> bytes:
+        return encode_match(session_id, prompt_head, tokens, peek=lookup.peek, request_id=request_id)
+
+    return lookup.prompt.astype("<u4", copy=False).tobytes(), message
+
+
+def new_prompt_heads() -> Callable[[bytes, Root | None], bytes]:
+    """A function that gives the bytes of a Prompt without tokens, and remembers those it gave last."""
+
+    @lru_cache(maxsize=_ROOTS_REMEMBERED)
+    def head(ns_id: bytes, root: Root | None) -> bytes:
+        require_root(root)
+        return block_pb2.Prompt(
+            ns_id=ns_id, root=convert.root_to_proto(root) if root is not None else None
+        ).SerializeToString()
+
+    return head
+
+
+def body_of(method: wire.Method, answer: Answer, peer: str) -> bytes:
+    """The message of an answer; raises the error that it is instead."""
+    header, body = answer
+    if header.kind is wire.Kind.RESPONSE:
+        return body
+    if header.kind is not wire.Kind.ERROR:
+        raise UnavailableError(f"{peer} answered {method.name} with a frame of kind {header.kind.name}")
+    raise wire.decode_error(header.code, body, peer)
+
+
+def parsed(response_type: type[P], body: bytes, peer: str) -> P:
+    """The message that was sent. Raises UnavailableError if it is none."""
+    try:
+        return response_type.FromString(body)
+    except DecodeError as err:
+        raise UnavailableError(f"{peer} sent no {response_type.__name__}: {err}") from err
+
+
+def encode_request(method: wire.Method, body: bytes, call_id: int, ends_at: float) -> bytes:
+    """The frame of a request whose caller waits until `ends_at`."""
+    deadline_ms = wire.deadline_ms_of(ends_at - time.monotonic())
     return wire.encode_frame(wire.Kind.REQUEST, body, call_id=call_id, code=method, deadline_ms=deadline_ms)
 
 
-def _grown_request(method: wire.Method, growth: Growth, message: bytes, call_id: int, seconds: float) -> bytes:
+def encode_grown_request(method: wire.Method, growth: Growth, message: bytes, call_id: int, ends_at: float) -> bytes:
+    """The same, of a request whose prompt is sent by its growth."""
     return wire.encode_frame(
         wire.Kind.REQUEST,
         wire.encode_delta(growth.delta) + message,
         call_id=call_id,
         code=method,
         flags=wire.FLAG_DELTA,
-        deadline_ms=wire.deadline_ms_of(seconds),
+        deadline_ms=wire.deadline_ms_of(ends_at - time.monotonic()),
     )
 
 
 @lru_cache(maxsize=_ANSWERS_REMEMBERED)
-def _matched(body: bytes) -> Matched:
+def matched(body: bytes) -> Matched:
     """What an answer to a lookup says; the same bytes say the same, and many lookups are answered alike."""
     try:
         found = pb.MatchResponse.FromString(body)

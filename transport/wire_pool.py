@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KvstoreError, UnavailableError
@@ -22,6 +22,38 @@ if TYPE_CHECKING:
 CONNECTIONS_MAX = 8
 
 
+class Grip:
+    """Lets another thread break a transfer off. Thread-safe; `_lock` guards both fields."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peer: BulkSocket | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Let the transfer fail soon; idempotent."""
+        with self._lock:
+            self._cancelled = True
+            if self._peer is not None:
+                self._peer.shutdown()
+
+    @contextmanager
+    def on(self, peer: BulkSocket) -> Iterator[None]:
+        """While the block runs, `peer` is what a cancel breaks."""
+        with self._lock:
+            if self._cancelled:
+                raise ConnectionAbortedError("the transfer was cancelled")
+            self._peer = peer
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._peer = None
+            # Broken off just before it ended: the connection is of no use to the next call.
+            if self._cancelled:
+                raise ConnectionAbortedError("the transfer was cancelled")
+
+
 class BulkPool:
     """The bulk connections of one session. Thread-safe; `_lock` guards `_idle`, `_busy` and `_ended`.
 
@@ -37,18 +69,18 @@ class BulkPool:
         self._busy: set[BulkSocket] = set()
         self._ended = False
 
-    def load(self, message: Message, target: memoryview, seconds: float) -> tuple[bytes, int]:
+    def load(self, message: Message, target: memoryview, ends_at: float, grip: Grip | None = None) -> tuple[bytes, int]:
         """Do a Load: rows go straight into `target`. Returns the message that ended it, and how many bytes came."""
-        with self._call(wire.Method.Load, message, seconds) as peer:
+        with self._call(wire.Method.Load, message, ends_at, grip) as peer:
             receiver = RowReceiver(peer, 1)
             filled_bytes = 0
             while (header := receiver.next_header()).kind is wire.Kind.DATA:
                 filled_bytes += receiver.fill_frame(target[filled_bytes:])
             return self._answer(receiver, header, in_step=True), filled_bytes
 
-    def write(self, message: Message, source: memoryview, seconds: float) -> bytes:
+    def write(self, message: Message, source: memoryview, ends_at: float, grip: Grip | None = None) -> bytes:
         """Do a Write: the bytes leave straight from `source`. Returns the message that ended it."""
-        with self._call(wire.Method.Write, message, seconds) as peer:
+        with self._call(wire.Method.Write, message, ends_at, grip) as peer:
             with suppress(ConnectionError):  # refused meanwhile: why, is still to be read
                 for views in chunks([source]):
                     if peer.has_input():
@@ -84,13 +116,12 @@ class BulkPool:
         return body
 
     @contextmanager
-    def _call(self, method: wire.Method, message: Message, seconds: float) -> Iterator[BulkSocket]:
+    def _call(self, method: wire.Method, message: Message, ends_at: float, grip: Grip | None) -> Iterator[BulkSocket]:
         """A connection on which the request was sent, and a common face for all that may go wrong with it."""
-        ends_at = time.monotonic() + seconds
-        if not self._places.acquire(timeout=seconds):
+        if not self._places.acquire(timeout=max(0.0, ends_at - time.monotonic())):
             raise UnavailableError(f"{CONNECTIONS_MAX} transfers to {self._address} took all of the deadline")
         try:
-            with self._peer(ends_at) as peer:
+            with self._peer(ends_at) as peer, nullcontext() if grip is None else grip.on(peer):
                 left_seconds = max(0.001, ends_at - time.monotonic())
                 peer.begin(left_seconds, left_seconds)
                 body = message.SerializeToString()

@@ -2,7 +2,10 @@
 
 gRPC for Python listens by itself and takes no connection from elsewhere, so one thread moves the bytes of those that
 came to an address of both lanes between their client and a private socket of gRPC, by splice(2): no byte is copied to
-this program. See https://man7.org/linux/man-pages/man2/splice.2.html.
+this program. See https://man7.org/linux/man-pages/man2/splice.2.html. Those of TLS are decrypted on their way.
+
+The socket that a connection is passed on by has a name of its own (in the abstract namespace of unix(7)), which gRPC
+tells with each call as its peer. So a call is known to come from that connection.
 """
 
 from __future__ import annotations
@@ -10,10 +13,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import select
 import socket
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.transport.tls_socket import TlsSocket
+from kvstore.transport.tls_stream import PASSAGE_BYTES, TlsPassage
+
+if TYPE_CHECKING:
+    from kvstore.transport.admission import Origins
+    from kvstore.transport.principal import Origin
 
 _PIPE_BYTES = 256 * 1024
 _EVENTS_MAX = 64
@@ -98,19 +110,22 @@ class _Passage:
 class Passages:
     """All connections that are passed on, served by one thread. `add` may be called from any thread.
 
-    `_lock` guards `_new` and `_stopping`; everything else belongs to the thread.
+    `_lock` guards `_new`, `_names` and `_stopping`; everything else belongs to the thread.
     """
 
-    def __init__(self, inner: int) -> None:
+    def __init__(self, inner: int, origins: Origins) -> None:
         """`inner` is a descriptor of the socket file that gRPC listens on; it belongs to this object from now on."""
         self._inner = inner
+        self._origins = origins
         self._lock = threading.Lock()
-        self._new: list[_Passage] = []
+        self._new: list[_Passage | TlsPassage] = []
+        self._names: dict[_Passage | TlsPassage, str] = {}
         self._stopping = False
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._by_fd: dict[int, tuple[_Passage, int]] = {}
+        self._by_fd: dict[int, tuple[_Passage | TlsPassage, int]] = {}
+        self._scratch = memoryview(bytearray(PASSAGE_BYTES))
         self._thread = threading.Thread(target=self._run, name="kvstore-splice", daemon=True)
         self._thread.start()
 
@@ -119,22 +134,32 @@ class Passages:
         """Connections that are passed on now."""
         return len(self._by_fd) // 2
 
-    def add(self, client: socket.socket, received: bytes) -> None:
+    def add(self, client: socket.socket, received: bytes, origin: Origin) -> None:
         """Pass a connection on, beginning with what was received of it; it belongs to this object from now on."""
+        name = f"kvstore-{secrets.token_hex(16)}"
         inner = socket.socket(socket.AF_UNIX)
         inner.setblocking(False)
+        self._origins.add(name, origin)
         try:
+            inner.bind(f"\0{name}")
             inner.connect(f"/proc/self/fd/{self._inner}")
             inner.sendall(received)
             client.setblocking(False)
-            passage = _Passage(client, inner)
+            passage = self._passage(client, inner)
         except OSError:
+            self._origins.remove(name)
             inner.close()
             client.close()
             return
         with self._lock:
+            self._names[passage] = name
             self._new.append(passage)
         os.eventfd_write(self._wake, 1)
+
+    def _passage(self, client: socket.socket, inner: socket.socket) -> _Passage | TlsPassage:
+        if isinstance(client, TlsSocket):
+            return TlsPassage(client, inner, self._scratch)
+        return _Passage(client, inner)
 
     def stop(self) -> None:
         """End all connections and the thread; idempotent."""
@@ -145,7 +170,7 @@ class Passages:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         for passage in {passage for passage, _ in self._by_fd.values()} | set(self._new):
-            passage.close()
+            self._close(passage)
         self._by_fd.clear()
         self._epoll.close()
         os.close(self._wake)
@@ -171,14 +196,22 @@ class Passages:
             for connected in passage.sockets:
                 self._epoll.register(connected.fileno(), _READ)
                 self._by_fd[connected.fileno()] = (passage, _READ)
+            if isinstance(passage, TlsPassage):  # what was decrypted already wakes nobody
+                self._step(passage, passage.sockets[0].fileno(), 0)
         return True
 
-    def _step(self, passage: _Passage, fd: int, events: int) -> None:
+    def _close(self, passage: _Passage | TlsPassage) -> None:
+        passage.close()
+        with self._lock:
+            name = self._names.pop(passage)
+        self._origins.remove(name)
+
+    def _step(self, passage: _Passage | TlsPassage, fd: int, events: int) -> None:
         if not passage.move(fd, events):
             for connected in passage.sockets:
                 self._epoll.unregister(connected.fileno())
                 del self._by_fd[connected.fileno()]
-            passage.close()
+            self._close(passage)
             return
         for connected, wanted in zip(passage.sockets, passage.interests(), strict=True):
             if self._by_fd[connected.fileno()][1] != wanted:

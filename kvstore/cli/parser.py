@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore import __version__
 from kvstore.config import DISK_ADMISSIONS, EVICTION_POLICIES
+from kvstore.security_config import ROLE_WORDS
 
 if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  # argparse names it nowhere else
@@ -20,7 +21,14 @@ SERVE_FLAGS = {
     "disk_bytes": "tiers.disk.capacity_bytes",
     "metrics": "server.metrics_address",
     "eviction_policy": "store.eviction_policy",
+    "tls_cert": "tls.cert",
+    "tls_key": "tls.key",
+    "tls_client_ca": "tls.client_ca",
+    "access_file": "auth.file",
 }
+
+# Those of all commands that ask a sidecar.
+CLIENT_FLAGS = {name: f"client.{name}" for name in ("tls_ca", "tls_cert", "tls_key", "token_file")}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,7 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_looking(commands)
     _add_changing(commands)
     _add_replay(commands)
+    _add_bench(commands)
     _add_config(commands)
+    _add_security(commands)
     return parser
 
 
@@ -47,11 +57,17 @@ def _add_serve(commands: Commands) -> None:
     serve = _add(commands, "serve", "processes:serve", "Run the sidecar in the foreground.")
     serve.add_argument("--config", metavar="FILE", help="settings in TOML")
     serve.add_argument("--data-dir", metavar="DIR", help="folder for everything that outlives the process")
-    serve.add_argument("--listen", metavar="ADDRESS[,ADDRESS]", help="unix:///path, or host:port on loopback")
+    serve.add_argument(
+        "--listen", metavar="ADDRESS[,ADDRESS]", help="unix:///path, host:port on loopback, or tls://host:port"
+    )
     serve.add_argument("--host-bytes", metavar="SIZE", help="host memory for blocks, such as 64MiB")
     serve.add_argument("--disk-bytes", metavar="SIZE", help="disk space for blocks, such as 1GiB; 0: no disk tier")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics for Prometheus here")
     serve.add_argument("--eviction-policy", metavar="NAME", help=", ".join(EVICTION_POLICIES))
+    serve.add_argument("--tls-cert", metavar="FILE", help="the server's certificate (PEM)")
+    serve.add_argument("--tls-key", metavar="FILE", help="its key")
+    serve.add_argument("--tls-client-ca", metavar="FILE", help="the CA of client certificates")
+    serve.add_argument("--access-file", metavar="FILE", help="who gets in: hashes of tokens, names of certificates")
     _add_set(serve)
 
 
@@ -133,6 +149,27 @@ def _add_replay(commands: Commands) -> None:
     _add_json(replay)
 
 
+def _add_bench(commands: Commands) -> None:
+    bench = commands.add_parser("bench", help="Measure a running sidecar.", description="Measure a running sidecar.")
+    parts = bench.add_subparsers(required=True, metavar="COMMAND")
+    load = _add(parts, "load", "bench:load", "Lookups, loads and stores from many clients, and what they took.")
+    _add_sidecar(load)
+    load.add_argument("--clients", metavar="COUNT", type=int, default=4, help="clients, a thread each (default 4)")
+    load.add_argument("--processes", metavar="COUNT", type=int, default=1, help="processes they share (default 1)")
+    load.add_argument("--seconds", metavar="DURATION", default="10s", help="how long, such as 10m (default 10s)")
+    load.add_argument("--seed", metavar="NUMBER", type=int, default=0, help="of the clients' dice (default 0)")
+    load.add_argument(
+        "--mix", metavar="NAME=SHARE,...", default="match=8,load=1,store=1", help="operations (default %(default)s)"
+    )
+    load.add_argument("--prompts", metavar="COUNT", type=int, default=64, help="prompts that are shared (default 64)")
+    load.add_argument("--prompt-tokens", metavar="COUNT", type=int, default=2048, help="of each (default 2048)")
+    load.add_argument("--block-tokens", metavar="COUNT", type=int, default=16, help="tokens of a block (default 16)")
+    load.add_argument("--block-bytes", metavar="SIZE", default="32KiB", help="bytes of a block (default 32KiB)")
+    load.add_argument("--metrics", metavar="HOST:PORT", help="the sidecar's metrics page, to watch its memory")
+    load.add_argument("--pid", metavar="PID", type=int, help="the sidecar's process, to watch its memory and files")
+    _add_json(load)
+
+
 def _add_config(commands: Commands) -> None:
     config = commands.add_parser("config", help="Show or check settings.", description="Show or check settings.")
     parts = config.add_subparsers(required=True, metavar="COMMAND")
@@ -145,11 +182,40 @@ def _add_config(commands: Commands) -> None:
     _add_json(check)
 
 
+def _add_security(commands: Commands) -> None:
+    certs = _add(commands, "certs", "security:certs", "Make a development CA, and certificates of server and clients.")
+    certs.add_argument("folder", metavar="DIR", help="what is there already stays as it is")
+    certs.add_argument(
+        "--host", metavar="NAME,...", default="localhost,127.0.0.1", help="hosts of the server (default: %(default)s)"
+    )
+    certs.add_argument("--client", metavar="NAME,...", default="client", help="clients (default: %(default)s)")
+    certs.add_argument("--days", metavar="COUNT", type=int, default=365, help="validity (default: %(default)s)")
+    _add_json(certs)
+    token = commands.add_parser("token", help="Make tokens.", description="Make tokens.")
+    parts = token.add_subparsers(required=True, metavar="COMMAND")
+    new = _add(
+        parts, "new", "security:new_token_command", "Make a token, and the entry for the access file that lets it in."
+    )
+    new.add_argument("--name", required=True, help="who will have it; for the log")
+    new.add_argument("--tenant", required=True, help="whose namespaces it is for; *: every tenant's")
+    new.add_argument("--role", required=True, choices=ROLE_WORDS, help="what it allows; each includes those before it")
+    new.add_argument("--days", metavar="COUNT", type=int, help="how long it holds (default: until it is removed)")
+    new.add_argument("--access-file", metavar="FILE", help="add the entry there (default: print it)")
+    new.add_argument("--out", metavar="FILE", help="write the token there, for its owner alone (default: print it)")
+    _add_json(new)
+
+
 def _add_remote(commands: Commands, name: str, sentence: str) -> argparse.ArgumentParser:
     command = _add(commands, name, f"remote:{name}", sentence)
-    command.add_argument("--address", help="the sidecar's address (default: the setting `address`)")
+    _add_sidecar(command)
     _add_json(command)
     return command
+
+
+def _add_sidecar(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--address", help="the sidecar's address (default: the setting `address`)")
+    for name, key in CLIENT_FLAGS.items():
+        command.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help=f"(default: the setting `{key}`)")
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from kvstore.api import SCRUB_BYTES
 from kvstore.cli.output import ExitCode, print_json, print_table
 from kvstore.cli.progress import ProgressBar
 from kvstore.cli.prompt import namespace_of, root_of, tokens_of
-from kvstore.config import load_config
+from kvstore.cli.sidecar import client_files, sidecar_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.quantities import format_size, parse_duration, parse_size
 from kvstore.types import ScrubPage
@@ -25,13 +25,20 @@ if TYPE_CHECKING:
     from kvstore.types import PrefixMatch, StoreStats
 
 _FOLLOW_SECONDS = 2.0
+# People wait longer than engines.
+_LOOKUP_SECONDS = 5.0
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Whether the sidecar serves, and which version it is."""
     with _connect(arguments) as client:
         answer = client.status()
-    row = {"address": _address(arguments), "serving": answer.serving, "version": answer.version, "lane": answer.lane}
+    row = {
+        "address": sidecar_address(arguments),
+        "serving": answer.serving,
+        "version": answer.version,
+        "lane": answer.lane,
+    }
     serving = "serving" if answer.serving else "not serving"
     _show(arguments, row, f"{row['address']}: {serving}, version {answer.version}, lane {answer.lane}")
     return ExitCode.DONE if answer.serving else ExitCode.FAILED
@@ -164,13 +171,7 @@ def events(arguments: argparse.Namespace) -> int:
 
 
 def _connect(arguments: argparse.Namespace) -> Client:
-    return kvstore.connect(_address(arguments))
-
-
-def _address(arguments: argparse.Namespace) -> str:
-    if arguments.address is not None:
-        return str(arguments.address)
-    return load_config().config.address
+    return kvstore.connect(sidecar_address(arguments), lookup_seconds=_LOOKUP_SECONDS, **client_files(arguments))
 
 
 def _bytes_per_second(text: str) -> int:

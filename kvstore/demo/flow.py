@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 16
 ENGINE_NAMES = "ABCDEFGH"
+_LOOKUP_SECONDS = 10.0  # this machine is busy computing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ def run_flow(plan: DemoPlan, progress: Callable[[str], None]) -> DemoReport:
         for engine in engines:
             _attach(engine, address)
         seen = _Seen()
-        with kvstore.connect(address) as store:
+        with kvstore.connect(address, lookup_seconds=_LOOKUP_SECONDS) as store:
             rows = _ask_all(plan, engines, store, seen, progress)
             progress("flushing, killing the sidecar with SIGKILL, starting it again ...")
             store.flush()
@@ -169,7 +170,7 @@ def _ask_all(
 
 def _ask_after_restart(plan: DemoPlan, engine: _Engine, address: str, seen: _Seen) -> DemoRow:
     """The last question again, by an engine that lived on. Only the disk can hold its blocks now."""
-    with kvstore.connect(address) as store:
+    with kvstore.connect(address, lookup_seconds=_LOOKUP_SECONDS) as store:
         row = _ask_cached(engine, plan.questions[-1][-1], store, seen)
     if Tier.DISK.name.lower() in row.tiers:
         return row

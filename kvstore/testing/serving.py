@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from kvstore.transport.limits import ServiceLimits
+from kvstore.transport.roles import Role
+from kvstore.transport.security import local_security
 from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
@@ -16,10 +18,14 @@ if TYPE_CHECKING:
 
     from kvstore.api import KvStore
     from kvstore.transport.limits import CallObserver, NamespaceSecrets
+    from kvstore.transport.security import Security
 
 
 class ServedStore:
-    """Serves from construction to `stop`; the store stays its owner's. `addresses` have the real ports."""
+    """Serves from construction to `stop`; the store stays its owner's. `addresses` have the real ports.
+
+    Without `security` whoever is on this machine may do everything.
+    """
 
     def __init__(
         self,
@@ -29,18 +35,28 @@ class ServedStore:
         secrets: NamespaceSecrets | None = None,
         limits: ServiceLimits | None = None,
         observer: CallObserver | None = None,
+        security: Security | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served-store")
         self._thread.start()
         self.server = TransportServer(
-            store, listen=listen, secrets=secrets or {}, limits=limits or ServiceLimits(), observer=observer
+            store,
+            listen=listen,
+            secrets=secrets or {},
+            limits=limits or ServiceLimits(),
+            observer=observer,
+            security=security or local_security(Role.ADMIN),
         )
         try:
             self.addresses = asyncio.run_coroutine_threadsafe(self.server.start(), self._loop).result()
         except BaseException:
             self._end_loop()
             raise
+
+    def reload(self) -> None:
+        """Read certificates, access file and keys again."""
+        asyncio.run_coroutine_threadsafe(self.server.reload(), self._loop).result()
 
     def stop(self, grace_seconds: float = 0.0) -> None:
         """Stop the server and its thread; idempotent."""
@@ -65,10 +81,15 @@ class ServedStore:
 
 @contextmanager
 def served(
-    store: KvStore, listen: str, *, secrets: NamespaceSecrets, limits: ServiceLimits | None = None
+    store: KvStore,
+    listen: str,
+    *,
+    secrets: NamespaceSecrets,
+    limits: ServiceLimits | None = None,
+    security: Security | None = None,
 ) -> Iterator[str]:
     """Serve `store` on `listen` while the block runs; gives the bound address."""
-    with ServedStore(store, [listen], secrets=secrets, limits=limits) as running:
+    with ServedStore(store, [listen], secrets=secrets, limits=limits, security=security) as running:
         yield running.addresses[0]
 
 

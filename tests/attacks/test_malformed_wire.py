@@ -253,7 +253,7 @@ def test_a_first_frame_of_megabytes_is_not_awaited(served: ServedStore):
         wire.encode_client_hello(Lane.CONTROL) + header(MIB, Kind.REQUEST, Method.Session),
     )
     peer.receive(wire.SERVER_HELLO_BYTES)
-    assert "expected at most 4096" in str(peer.error())
+    assert "expected at most 16384" in str(peer.error())
     peer.close()
 
 

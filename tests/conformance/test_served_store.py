@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.testing.conformance import OpenStore
+    from kvstore.testing.securing import Keyring
 
 TENANT_SECRETS = dict.fromkeys(("tenant", "other"), SECRETS)
 
@@ -24,20 +25,44 @@ LISTEN = {
     "gRPC, Unix socket": "grpc+unix://{}/socket",
     "wire, TCP": "127.0.0.1:0",
     "wire, Unix socket": "unix://{}/socket",
+    "gRPC, TLS": "grpc+tls://127.0.0.1:0",
+    "wire, TLS": "tls://127.0.0.1:0",
 }
 
 
-@pytest.mark.parametrize("carrier", LISTEN)
+@pytest.fixture(scope="module")
+def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    pytest.importorskip("cryptography", reason="needs the extra certs")
+    from kvstore.testing.securing import Keyring
+
+    keyring = Keyring(tmp_path_factory.mktemp("keys"))
+    keyring.let_in_certificate("engine", "CN:engine", "*", "admin")
+    return keyring
+
+
+@pytest.mark.parametrize(
+    "carrier", [pytest.param(name, marks=pytest.mark.slow if name.endswith("TLS") else ()) for name in LISTEN]
+)
 class TestServedStore(PrefetchConformance, KvStoreConformance):
     @pytest.fixture
-    def open_store(self, tmp_path: Path, carrier: str) -> Iterator[OpenStore]:
+    def open_store(self, tmp_path: Path, carrier: str, keyring: Keyring) -> Iterator[OpenStore]:
+        shown = {}
+        security = None
         with ExitStack() as stack:
+            if carrier.endswith("TLS"):
+                security = keyring.security(tls__require_client_cert="true")
+                shown = {
+                    "tls_ca": keyring.ca,
+                    "tls_cert": keyring.path("client-engine.pem"),
+                    "tls_key": keyring.path("client-engine.key"),
+                }
 
             def open_served(host_bytes: int, disk_bytes: int = 0) -> kvstore.KvStore:
                 path = tmp_path / "data"
                 store = stack.enter_context(kvstore.open(path, host_bytes=host_bytes, disk_bytes=disk_bytes))
-                address = stack.enter_context(served(store, LISTEN[carrier].format(tmp_path), secrets=TENANT_SECRETS))
-                client = stack.enter_context(kvstore.connect(address))
+                listen = LISTEN[carrier].format(tmp_path)
+                address = stack.enter_context(served(store, listen, secrets=TENANT_SECRETS, security=security))
+                client = stack.enter_context(kvstore.connect(address, **shown))
                 assert client.status().lane == carrier[:4].lower().rstrip(",")
                 return client
 

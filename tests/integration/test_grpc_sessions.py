@@ -164,7 +164,7 @@ def test_closing_a_client_ends_what_it_held(store: WatchedStore):
 def test_a_lease_granted_after_its_caller_gave_up_ends_at_once(store: WatchedStore):
     with (
         ServedStore(store) as served,
-        kvstore.connect(grpc_address(served.addresses[0]), control_seconds=1.0) as client,
+        kvstore.connect(grpc_address(served.addresses[0]), lookup_seconds=1.0) as client,
     ):
         store_prompt(client, NAMESPACE, PROMPT)
         match = client.match(NAMESPACE, PROMPT)
@@ -182,7 +182,7 @@ def test_a_write_that_breaks_off_can_never_be_committed(store: WatchedStore):
     with ServedStore(store) as served, kvstore.connect(grpc_address(served.addresses[0])) as client:
         stage = client.stage(NAMESPACE, PROMPT)
         rows = expected_rows(NAMESPACE, PROMPT)
-        connection = stage._connection
+        connection = stage._held.link
         frames = connection._write_requests
 
         def broken(*arguments: Any) -> Iterator[Any]:
@@ -207,7 +207,7 @@ def test_a_stalled_write_keeps_its_place_for_a_limited_time_only(store: WatchedS
         stage = client.stage(NAMESPACE, [7, *PROMPT])
         stalled, go = threading.Event(), threading.Event()
         problems: list[BaseException] = []
-        connection = stage._connection
+        connection = stage._held.link
         frames = connection._write_requests
 
         def stall(*arguments: Any) -> Iterator[Any]:
@@ -283,8 +283,8 @@ def test_a_stopped_server_costs_no_more_than_the_deadlines(
     assert process.stdout is not None
     address = process.stdout.readline().strip()
     with (
-        kvstore.connect(grpc_address(address), control_seconds=1.0, bulk_seconds=1.0) as client,
-        kvstore.connect(grpc_address(address), control_seconds=1.0) as fresh,
+        kvstore.connect(grpc_address(address), lookup_seconds=1.0, bulk_seconds=1.0) as client,
+        kvstore.connect(grpc_address(address), lookup_seconds=1.0) as fresh,
     ):
         store_prompt(client, NAMESPACE, PROMPT)
         match = client.match(NAMESPACE, PROMPT)

@@ -149,9 +149,10 @@ def test_a_stopped_server_costs_no_call_more_than_twice_its_deadline(
     process = start_process(SERVER_PROGRAM, address.format(tmp_path))
     assert process.stdout is not None
     bound = process.stdout.readline().strip()
+    times = dict.fromkeys(("lookup_seconds", "control_seconds", "bulk_seconds", "long_seconds"), 0.3)
     with (
-        kvstore.connect(bound, control_seconds=0.3, bulk_seconds=0.3) as client,
-        kvstore.connect(bound, control_seconds=0.3) as fresh,
+        kvstore.connect(bound, **times) as client,
+        kvstore.connect(bound, **times) as fresh,
     ):
         store_prompt(client, NAMESPACE, PROMPT)
         match = client.match(NAMESPACE, PROMPT)
@@ -313,7 +314,7 @@ def test_a_server_of_another_version_is_refused_by_name_and_grpc_tried(caplog: p
     server = OtherVersion()
     host, port = server.listening.getsockname()
     with (
-        caplog.at_level("INFO", "kvstore.transport.client"),
+        caplog.at_level("INFO", "kvstore.transport"),
         kvstore.connect(f"{host}:{port}", control_seconds=1.0) as client,
         pytest.raises(UnavailableError),
     ):

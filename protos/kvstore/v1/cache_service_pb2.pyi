@@ -8,10 +8,12 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("client_version",)
+    __slots__ = ("client_version", "token")
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     client_version: str
-    def __init__(self, client_version: _Optional[str] = ...) -> None: ...
+    token: str
+    def __init__(self, client_version: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("session_id", "challenge", "server_version", "limits")

@@ -31,8 +31,10 @@ class CacheServiceStub(object):
     Session -> OpenNamespace -> Match -> Lease -> Load -> Release
     Stage -> Write -> Commit | Abort
 
-    An unknown or ended session is UNAUTHENTICATED; an unknown namespace, lease or stage is FAILED_PRECONDITION; a limit
-    of the server is RESOURCE_EXHAUSTED, with `retry-after-ms` in the trailing metadata.
+    An unknown or ended session is UNAUTHENTICATED; so is, with `kvstore-error: UnauthenticatedError`, a caller who is not
+    known. What the role or the tenant of a caller does not allow is PERMISSION_DENIED. An unknown namespace, lease or
+    stage is FAILED_PRECONDITION; a limit of the server is RESOURCE_EXHAUSTED, with `retry-after-ms` in the trailing
+    metadata.
     """
 
     def __init__(self, channel):
@@ -129,8 +131,10 @@ class CacheServiceServicer(object):
     Session -> OpenNamespace -> Match -> Lease -> Load -> Release
     Stage -> Write -> Commit | Abort
 
-    An unknown or ended session is UNAUTHENTICATED; an unknown namespace, lease or stage is FAILED_PRECONDITION; a limit
-    of the server is RESOURCE_EXHAUSTED, with `retry-after-ms` in the trailing metadata.
+    An unknown or ended session is UNAUTHENTICATED; so is, with `kvstore-error: UnauthenticatedError`, a caller who is not
+    known. What the role or the tenant of a caller does not allow is PERMISSION_DENIED. An unknown namespace, lease or
+    stage is FAILED_PRECONDITION; a limit of the server is RESOURCE_EXHAUSTED, with `retry-after-ms` in the trailing
+    metadata.
     """
 
     def Session(self, request_iterator, context):
@@ -347,8 +351,10 @@ class CacheService(object):
     Session -> OpenNamespace -> Match -> Lease -> Load -> Release
     Stage -> Write -> Commit | Abort
 
-    An unknown or ended session is UNAUTHENTICATED; an unknown namespace, lease or stage is FAILED_PRECONDITION; a limit
-    of the server is RESOURCE_EXHAUSTED, with `retry-after-ms` in the trailing metadata.
+    An unknown or ended session is UNAUTHENTICATED; so is, with `kvstore-error: UnauthenticatedError`, a caller who is not
+    known. What the role or the tenant of a caller does not allow is PERMISSION_DENIED. An unknown namespace, lease or
+    stage is FAILED_PRECONDITION; a limit of the server is RESOURCE_EXHAUSTED, with `retry-after-ms` in the trailing
+    metadata.
     """
 
     @staticmethod

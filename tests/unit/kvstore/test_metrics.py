@@ -72,6 +72,8 @@ class Process:
     connections: ClassVar = {"wire": 19, "grpc": 20}
     refused_connections: ClassVar = {"full": 21}
     resent_prompts = 22
+    refused_by_tenant_limits: ClassVar = {"rate": 23}
+    reloads: ClassVar = {("tls", "ok"): 24}
 
 
 def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
@@ -91,6 +93,8 @@ def test_each_store_metric_has_the_exact_value_of_the_store():
         ("kvstore_failures_total", ""): 17,
         ("kvstore_connections", "wire"): 19,
         ("kvstore_connections", "grpc"): 20,
+        ("kvstore_tenant_refusals_total", "rate"): 23,
+        ("kvstore_reloads_total", "tls,ok"): 24,
         ("kvstore_refused_connections_total", "full"): 21,
         ("kvstore_resent_prompts_total", ""): 22,
         ("kvstore_tier_capacity_bytes", "host"): 1000,

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.transport import listen
 from kvstore.transport.address import TcpAddress, UnixAddress
-from kvstore.transport.listen import bind
+from kvstore.transport.listen import ListenRules, bind
 
 
 class SocketServer:
@@ -88,8 +89,59 @@ def test_a_missing_directory_is_named(server: SocketServer, tmp_path: Path):
         bind(server, UnixAddress(str(tmp_path / "absent" / "s")))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
-def test_addresses_that_others_can_reach_are_refused(server: SocketServer, host: str):
-    with pytest.raises(ConfigError, match="TLS is not there yet; use a Unix socket or a loopback address"):
-        bind(server, TcpAddress(host, 0))
+BEYOND = ["0.0.0.0", "::", "192.0.2.1", "example.org"]
+
+
+@pytest.mark.parametrize("host", BEYOND)
+@pytest.mark.parametrize("rules", [ListenRules(), ListenRules(tls=True, closed=True)])
+def test_without_tls_others_cannot_reach_us(server: SocketServer, host: str, rules: ListenRules):
+    told = (
+        r"listen on tls://.*:0 with tls.cert, tls.key and auth.file set \(`kvstore certs DIR` and `kvstore token new`"
+    )
+    with pytest.raises(ConfigError, match=told):
+        bind(server, TcpAddress(host, 0), rules)
+    with pytest.raises(ConfigError, match="refusing to listen"):
+        bind(server, TcpAddress(host, 0, grpc_only=True), rules)
     assert server.sockets == []
+
+
+@pytest.mark.parametrize("host", BEYOND)
+def test_with_tls_and_without_names_others_cannot_reach_us(server: SocketServer, host: str):
+    with pytest.raises(
+        ConfigError, match=r"anybody could come in; set auth.file \(`kvstore token new` makes an entry\)"
+    ):
+        bind(server, TcpAddress(host, 0, tls=True), ListenRules(tls=True))
+    assert server.sockets == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_tls_needs_a_certificate(server: SocketServer, host: str):
+    with pytest.raises(ConfigError, match=r"TLS has no certificate; set tls.cert and tls.key"):
+        bind(server, TcpAddress(host, 0, tls=True), ListenRules(closed=True))
+    assert server.sockets == []
+
+
+def test_with_tls_and_names_any_address_is_served():
+    shared = listen.SocketServer()
+    try:
+        bound = bind(shared, TcpAddress("0.0.0.0", 0, tls=True), ListenRules(tls=True, closed=True))
+        assert str(bound.address) == f"tls://0.0.0.0:{shared.sockets[0].getsockname()[1]}"
+        assert [True] == [door.tls for door in shared.doors(bound.address, 0)]
+    finally:
+        shared.close()
+
+
+def test_a_group_may_be_let_in(server: SocketServer, tmp_path: Path):
+    path = tmp_path / "s"
+    bind(server, UnixAddress(str(path)), ListenRules(unix_mode=0o660, unix_group=os.getegid()))
+    found = path.stat()
+    assert (found.st_mode & 0o777, found.st_gid) == (0o660, os.getegid())
+
+
+def test_all_of_the_machine_is_let_in_only_where_callers_are_known(server: SocketServer, tmp_path: Path):
+    path = tmp_path / "s"
+    with pytest.raises(ConfigError, match=r"mode 0666: anybody on this machine could come in; set auth.file"):
+        bind(server, UnixAddress(str(path)), ListenRules(unix_mode=0o666))
+    assert not path.exists()
+    bind(server, UnixAddress(str(path)), ListenRules(unix_mode=0o666, closed=True))
+    assert path.stat().st_mode & 0o777 == 0o666

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.transport.admission import Origins
+from kvstore.transport.principal import Carrier, Origin
 from kvstore.transport.wire_splice import Passages
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ANSWER_SECONDS = 10.0
+ORIGIN = Origin(Carrier.TLS, certificate_names=("CN:somebody",))
 
 
 class Inner:
@@ -27,14 +30,15 @@ class Inner:
         self.listening.bind(str(path))
         self.listening.listen()
         self.listening.settimeout(ANSWER_SECONDS)
-        self.passages = Passages(os.open(path, os.O_PATH | os.O_CLOEXEC))
+        self.origins = Origins()
+        self.passages = Passages(os.open(path, os.O_PATH | os.O_CLOEXEC), self.origins)
         path.unlink()
 
     def connect(self, received: bytes = b"") -> tuple[socket.socket, socket.socket]:
         """A client's end, and the inner end of its passage, which begins with what was received."""
         client, ours = socket.socketpair()
-        self.passages.add(ours, received)
-        inner, _ = self.listening.accept()
+        self.passages.add(ours, received, ORIGIN)
+        inner, self.peer = self.listening.accept()
         for end in (client, inner):
             end.settimeout(ANSWER_SECONDS)
         return client, inner
@@ -68,6 +72,15 @@ def test_what_was_received_already_comes_first(inner: Inner):
     assert (b"PRI * HTTP/2.0", b"answer") == (receive(there, 14), receive(client, 6))
     client.close()
     there.close()
+
+
+def test_where_a_connection_comes_from_is_known_by_its_name_while_it_lasts(inner: Inner):
+    client, there = inner.connect()
+    peer = f"unix-abstract:{inner.peer[1:].decode()}"
+    assert ORIGIN == inner.origins.of(peer)
+    client.close()
+    there.close()
+    wait_until(lambda: inner.origins.of(peer) == Origin(Carrier.LOOPBACK))
 
 
 def test_more_than_any_buffer_holds_crosses_both_ways_at_once(inner: Inner):
@@ -129,6 +142,6 @@ def test_nothing_is_left_after_the_stop(tmp_path: Path):
 def test_a_passage_that_leads_nowhere_is_closed(inner: Inner):
     inner.listening.close()
     client, ours = socket.socketpair()
-    inner.passages.add(ours, b"PRI ")
+    inner.passages.add(ours, b"PRI ", ORIGIN)
     assert b"" == client.recv(1)
     client.close()

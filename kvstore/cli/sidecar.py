@@ -1,0 +1,29 @@
+"""Which sidecar a command asks, and what it shows it: flags, else settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.config import load_config
+from kvstore.transport.credentials import CredentialFiles
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def sidecar_address(arguments: argparse.Namespace) -> str:
+    """Its address."""
+    if arguments.address is not None:
+        return str(arguments.address)
+    return load_config().config.address
+
+
+def client_files(arguments: argparse.Namespace) -> CredentialFiles:
+    """Certificates and token of the command, as options of kvstore.connect."""
+    client = load_config().config.client
+    return CredentialFiles(
+        tls_ca=arguments.tls_ca or client.tls_ca or None,
+        tls_cert=arguments.tls_cert or client.tls_cert or None,
+        tls_key=arguments.tls_key or client.tls_key or None,
+        token_file=arguments.token_file or client.token_file or None,
+    )
