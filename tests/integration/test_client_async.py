@@ -58,8 +58,8 @@ class Gated:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def lease(self, match: Any) -> Any:
-        return self._waited(self._store.lease, match)
+    def lease(self, *arguments: Any, **named: Any) -> Any:
+        return self._waited(self._store.lease, *arguments, **named)
 
     def stage(self, *arguments: Any, **named: Any) -> Any:
         return self._waited(self._store.stage, *arguments, **named)
