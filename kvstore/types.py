@@ -239,7 +239,7 @@ class PrefixMatch:
 
     @property
     def tiers(self) -> dict[Tier, int]:
-        """Blocks by the tier of their best copy."""
+        """Blocks by the tier of their best copy; that of those whose sparse parts lie on disk alone is the disk."""
         counts: dict[Tier, int] = {}
         for run in self.runs:
             counts[run.tier] = counts.get(run.tier, 0) + run.blocks

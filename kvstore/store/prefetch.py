@@ -8,6 +8,7 @@ any more. It is refused at once where too many are under way.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvstore.store.movers import Movers
     from kvstore.store.room import RoomMaker
     from kvstore.store.space import Found, Space
+    from kvstore.store.sparse import SparseHold
     from kvstore.types import BlockIds
 
 _BATCH_BYTES = 16 << 20  # between two looks whether it is still wanted; in that time, at 2 GB/s, 8 ms pass
@@ -71,17 +73,30 @@ class StorePrefetch:
         self.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class HeldMatch:
+    """A match that is held, how much of its head lies in host memory, and what is missing there of all of it."""
+
+    ids: BlockIds
+    sparse: SparseHold
+    host_blocks: int
+    missing_blocks: int
+    missing_sparse_bytes: int
+
+
 class PrefetchJob:
     """A prompt's matched blocks on their way up; one for each prompt, whoever waits for it.
 
-    It holds its blocks (`ids`, leased by its maker) until it has ended. `interested` is guarded by the owner's lock.
+    It holds its blocks (`ids` and `sparse`, held by its maker) until it has ended. `interested` is guarded by the owner's lock.
     """
 
-    def __init__(self, owner: Prefetcher, space: Space, ids: BlockIds, host_blocks: int, limit: int) -> None:
+    def __init__(self, owner: Prefetcher, space: Space, held: HeldMatch) -> None:
         self.space = space
-        self.ids = ids
-        self.host_blocks = host_blocks
-        self.limit = limit  # blocks that it may bring
+        self.ids = held.ids
+        self.sparse = held.sparse
+        self.host_blocks = held.host_blocks
+        self.limit = held.missing_blocks  # dense blocks that it may bring
+        self.sparse_bytes = held.missing_sparse_bytes
         self.interested = 1
         self.cancelled = False
         self.ended = threading.Event()
@@ -95,7 +110,7 @@ class PrefetchJob:
     @property
     def reserved_bytes(self) -> int:
         """What it takes of the reserve."""
-        return self.limit * self.space.layout.block_bytes
+        return self.limit * self.space.layout.block_bytes + self.sparse_bytes
 
     def run(self) -> None:
         """Bring the blocks up; on a mover's thread."""
@@ -125,12 +140,8 @@ class Prefetcher:
     def start(self, space: Space, found: Found) -> StorePrefetch:
         """Begin to bring up what was found, or join those who wait for the same; returns at once."""
         with self._index.lock:
-            ids = space.confirm(found)
-            on_host = space.tree.slots(ids, Tier.HOST) != NO_SLOT
-            space.tree.lease(ids)
-        host_blocks = leading(on_host) if ids.size else 0
-        job = PrefetchJob(self, space, ids, host_blocks, int(ids.size - on_host.sum()))
-        if not job.limit:
+            job = PrefetchJob(self, space, _hold(space, space.sparse.usable(space.confirm(found))))
+        if not job.reserved_bytes:
             self._end(job, "present")
             return StorePrefetch(job)
         with self._lock:
@@ -177,8 +188,9 @@ class Prefetcher:
     def _enter(self, job: PrefetchJob) -> str | None:
         """Queue a job, shortened to what is left of the reserve; why not, if not. `_lock` is held."""
         left_bytes = self._reserve_bytes - sum(other.reserved_bytes for other in self._jobs.values())
-        job.limit = prefetch_blocks(job.limit, job.space.layout.block_bytes, left_bytes)
-        if not job.limit:
+        wanted_blocks = job.limit
+        job.limit = prefetch_blocks(job.limit, job.space.layout.block_bytes, left_bytes - job.sparse_bytes)
+        if job.sparse_bytes > left_bytes or (wanted_blocks and not job.limit):
             return "reserve_full"
         self._jobs[job.key] = job
         if not self._movers.offer(job):
@@ -188,9 +200,8 @@ class Prefetcher:
 
     def _end(self, job: PrefetchJob, outcome: str) -> None:
         with self._index.lock:
-            if job.ids.size:
-                job.host_blocks = leading(job.space.tree.slots(job.ids, Tier.HOST) != NO_SLOT)
-            freed = job.space.release(job.ids)
+            job.host_blocks = job.space.host_blocks(job.ids)
+            freed = job.space.release(job.ids, job.sparse)
             self._index.accounting.prefetches[outcome] += 1
         self._index.settle(freed)
         job.ended.set()
@@ -200,15 +211,35 @@ class Prefetcher:
         while not job.cancelled:
             with self._index.lock:
                 on_host = job.space.tree.slots(job.ids, Tier.HOST) != NO_SLOT
-            job.host_blocks = leading(on_host)
+                job.host_blocks = job.space.host_blocks(job.ids)
             batch = promote(on_host, min(left, buffer.size // job.space.layout.block_bytes))
             if not batch.size:
-                return "done"
+                return "done" if self._bring_sparse(job) else "no_room"
             count = self._bring(job.space, job.ids[batch], buffer)
             left -= count
             if count < batch.size:
+                self._bring_sparse(job)
                 return "no_room"
         return "cancelled"
+
+    def _bring_sparse(self, job: PrefetchJob) -> bool:
+        """Bring up the sparse parts that the deepest match needs whose dense blocks are there; false if not all came."""
+        space = job.space
+        if not space.sparse.groups:
+            return True
+        with self._index.lock:
+            dense = job.ids[: leading(space.tree.slots(job.ids, Tier.HOST) != NO_SLOT)]
+            ids = space.sparse.usable(dense)
+            hold = space.sparse.hold(ids)
+            values = space.tree.values(ids, self._index.latest_tick)
+        try:
+            price = space.worth(prefetch_price(values)) if ids.size else 0.0
+            groups = zip(space.sparse.groups, hold.blocks, strict=True)
+            return all([self._room.sparse.bring_up(space, group, blocks, price) for group, blocks in groups])
+        finally:
+            with self._index.lock:
+                freed = space.release(ids[:0], hold)
+            self._index.settle(freed)
 
     def _bring(self, space: Space, ids: BlockIds, buffer: NDArray[np.uint8]) -> int:
         """Bring up some blocks that lie on disk alone; how many, from the first one on, are in host memory now."""
@@ -242,6 +273,20 @@ class Prefetcher:
         with self._lock:
             if buffer.size == _BATCH_BYTES and len(self._buffers) < _BUFFERS_MAX:
                 self._buffers.append(buffer)
+
+
+def _hold(space: Space, ids: BlockIds) -> HeldMatch:
+    """Hold what is there of a prompt; the index lock must be held."""
+    space.tree.lease(ids)
+    sparse = space.sparse.hold(ids)
+    missing_bytes = sum(
+        group.host.slot_bytes
+        for group, blocks in zip(space.sparse.groups, sparse.blocks, strict=False)
+        for block in blocks
+        if Tier.HOST not in block.slots
+    )
+    missing_blocks = int((space.tree.slots(ids, Tier.HOST) == NO_SLOT).sum())
+    return HeldMatch(ids, sparse, space.host_blocks(ids), missing_blocks, missing_bytes)
 
 
 class WriteThrough:

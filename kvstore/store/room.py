@@ -112,10 +112,11 @@ class RoomMaker:
                 alone = (space.tree.slots(ids, Tier.DISK) == NO_SLOT) & (space.tree.slots(ids, Tier.HOST) != NO_SLOT)
             self._copy_to_disk(space, ids[alone])
 
-    def return_extent(self, space: Space, tier: Tier) -> bool:
+    def return_extent(self, space: Space, tier: Tier, worth: float = inf) -> bool:
         """Have a tier get back an extent or slab that sparse parts of a space can take; `lock` must be held.
 
-        One in which nothing is used, else one of dense blocks, of the space that gives first. False if none could.
+        One in which nothing is used, else one of dense blocks that are worth no more than `worth`, of the space that
+        gives first. False if none could.
         """
         pools = [pool for other in self._index.spaces() for pool in other.pools(tier)]
         if _give_back_idle(pools):
@@ -128,7 +129,7 @@ class RoomMaker:
             return True
         with self._index.lock:
             givers = self._index.givers(tier, space)[:_GIVERS_MAX]
-        return any(self._reclaim(giver.space, tier, inf) for giver in givers)
+        return any(self._reclaim(giver.space, tier, worth) for giver in givers if may_leave(giver.worth, worth))
 
     def flush(self) -> None:
         """Write every committed block that is in host memory alone to disk, as far as the disk has room."""

@@ -16,6 +16,7 @@ from kvstore import hashing
 from kvstore.events import EventKind
 from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
 from kvstore.store.budget import StoreBudget
+from kvstore.store.placement import leading
 from kvstore.store.settings import NO_QUOTA
 from kvstore.store.sparse import NO_HOLD, FreedSparse, SparseParts
 from kvstore.tiers.base import BlockIdentity, RecoveredBlock
@@ -196,8 +197,10 @@ class Space:
         return self.tree.match(found.root_key, found.prompt)
 
     def tier_runs(self, ids: BlockIds) -> tuple[TierRun, ...]:
-        """Consecutive runs by the tier of each block's best copy."""
+        """Consecutive runs by the tier of each block's best copy; see PrefixMatch.tiers."""
         on_host = self.tree.slots(ids, Tier.HOST) != NO_SLOT
+        if self.sparse.groups:
+            on_host[self.host_blocks(ids) : leading(on_host)] = False
         if ids.size and on_host.all():
             return (TierRun(Tier.HOST, ids.size),)
         edges = np.flatnonzero(np.diff(on_host)) + 1
@@ -207,6 +210,11 @@ class Space:
             TierRun(Tier.HOST if on_host[start] else Tier.DISK, end - start)
             for start, end in zip(starts, ends, strict=False)
         )
+
+    def host_blocks(self, ids: BlockIds) -> int:
+        """How many leading blocks can be loaded from host memory alone, with the sparse parts that this takes."""
+        dense = leading(self.tree.slots(ids, Tier.HOST) != NO_SLOT)
+        return int(self.sparse.usable(ids[:dense], (Tier.HOST,)).size)
 
     def lies_in(self, ids: BlockIds, tiers: Collection[Tier]) -> NDArray[np.bool_]:
         """Whether each block has a copy in one of the tiers; only host memory and disk are asked."""

@@ -18,13 +18,13 @@ from kvstore.store.match_rules import usable_blocks
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from kvstore.layer_groups import LayerGroup
     from kvstore.radix.tree import RadixTree
-    from kvstore.tiers.base import BlockIdentity, Pool
+    from kvstore.tiers.base import BlockIdentity, Pool, SlotRange
     from kvstore.tiers.host import HostPool
     from kvstore.tiers.persistent import PersistentPool
     from kvstore.types import BlockIds, KvLayout, Slots
@@ -40,7 +40,7 @@ class SparseBlock:
     """The parts that one group has at one block.
 
     `holds` are those of leases, of pins and of who moves it. Detached it can be matched no more, and its slots come
-    back when the last hold ends.
+    back when the last hold ends. `needed_at` says which was needed later, by a count of the group's requests.
     """
 
     block_id: int
@@ -48,6 +48,7 @@ class SparseBlock:
     slots: dict[Tier, int] = field(default_factory=dict)
     holds: int = 0
     attached: bool = True
+    needed_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class SparseGroup:
         self._by_key: dict[bytes, SparseBlock] = {}
         self._order: dict[Tier, OrderedDict[int, SparseBlock]] = {tier: OrderedDict() for tier in _TIERS}
         self._cooled: dict[int, SparseBlock] = {}
+        self._requests = 0
         self._is_there = np.zeros(_IDS_MIN, dtype=np.bool_)  # by block id; the last one is false, for all beyond
 
     def __len__(self) -> int:
@@ -99,6 +101,15 @@ class SparseGroup:
         """At which of these blocks it is."""
         return self._is_there.take(ids, mode="clip")
 
+    def mask_in(self, ids: BlockIds, tiers: Collection[Tier] | None) -> Mask:
+        """At which of these blocks it is with a copy in one of these tiers; None for any."""
+        mask = self.mask(ids)
+        if tiers is None:
+            return mask
+        for index in np.flatnonzero(mask).tolist():
+            mask[index] = not self._by_id[int(ids[index])].slots.keys().isdisjoint(tiers)
+        return mask
+
     def find(self, ids: Iterable[int]) -> list[SparseBlock]:
         """Its parts at those of these blocks that have them."""
         return [found for block_id in ids if (found := self._by_id.get(block_id)) is not None]
@@ -109,7 +120,7 @@ class SparseGroup:
         assert known is None or known.identity.key == identity.key, "parts stand at a block that left the tree"
         if known is not None or identity.key in self._by_key:
             return False
-        block = SparseBlock(block_id, identity)
+        block = SparseBlock(block_id, identity, needed_at=self._requests)
         self._by_id[block_id] = self._by_key[identity.key] = block
         if block_id >= self._is_there.size - 1:
             grown = np.zeros(2 * block_id + 2, dtype=np.bool_)
@@ -129,21 +140,40 @@ class SparseGroup:
 
     def touch(self, blocks: Iterable[SparseBlock]) -> None:
         """A request needed these."""
+        self._requests += 1
         for block in blocks:
             self._cooled.pop(block.block_id, None)
+            block.needed_at = self._requests
             if block.attached:
                 for tier in block.slots:
                     self._order[tier].move_to_end(block.block_id)
 
-    def take_victims(self, tier: Tier, count: int) -> list[SparseBlock]:
-        """Up to `count` blocks that nobody holds, those needed longest ago; held until `leave` is called for them."""
+    def hold(self, blocks: Iterable[SparseBlock]) -> None:
+        """Keep these where they are until they are released; who is held does not follow its dense block."""
+        for block in blocks:
+            self._cooled.pop(block.block_id, None)
+            block.holds += 1
+
+    def take_victims(self, tier: Tier, count: int, before: int | None = None) -> list[SparseBlock]:
+        """Up to `count` blocks that nobody holds, those needed longest ago; held until `leave` is called for them.
+
+        None that was needed at request `before` or later, if given.
+        """
         victims: list[SparseBlock] = []
         for block in self._order[tier].values():
-            if len(victims) == count:
+            if len(victims) == count or (before is not None and block.needed_at >= before):
                 break
             if not block.holds:
                 block.holds += 1
                 victims.append(block)
+        return victims
+
+    def take_range(self, tier: Tier, slots: SlotRange) -> list[SparseBlock]:
+        """The blocks that lie in these slots of a tier and that nobody holds; as `take_victims`."""
+        wanted = range(slots.first, slots.first + slots.count)
+        victims = [block for block in self._order[tier].values() if not block.holds and block.slots[tier] in wanted]
+        for block in victims:
+            block.holds += 1
         return victims
 
     def cool(self, keys: Iterable[bytes]) -> None:
@@ -239,11 +269,12 @@ class SparseParts:
         """Blocks that have sparse parts, counted in each group."""
         return sum(len(group) for group in self.groups)
 
-    def usable(self, ids: BlockIds) -> BlockIds:
-        """As much of a dense match as all groups allow."""
-        if all(group.mask(ids[-group.rule.blocks_back(self._block_tokens) :]).all() for group in self.groups):
+    def usable(self, ids: BlockIds, tiers: Collection[Tier] | None = None) -> BlockIds:
+        """As much of a dense match as all groups allow by what they have in these tiers; None for any."""
+        backs = [group.rule.blocks_back(self._block_tokens) for group in self.groups]
+        if all(group.mask_in(ids[-back:], tiers).all() for group, back in zip(self.groups, backs, strict=True)):
             return ids  # nearly always, and a tenth of the work
-        held = [group.mask(ids) for group in self.groups]
+        held = [group.mask_in(ids, tiers) for group in self.groups]
         return ids[: usable_blocks(ids.size, self._rules, self._block_tokens, held)]
 
     def touch(self, ids: BlockIds) -> None:
@@ -256,9 +287,8 @@ class SparseParts:
         if not self.groups:
             return NO_HOLD
         needed = self._needed(ids)
-        for _, blocks in needed:
-            for block in blocks:
-                block.holds += 1
+        for group, (_, blocks) in zip(self.groups, needed, strict=True):
+            group.hold(blocks)
         return SparseHold(tuple(first for first, _ in needed), tuple(tuple(blocks) for _, blocks in needed))
 
     def release(self, hold: SparseHold) -> tuple[FreedSparse, ...]:

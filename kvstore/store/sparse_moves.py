@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from kvstore.store.room import RoomMaker
     from kvstore.store.space import Space
     from kvstore.store.sparse import FreedSparse, SparseBlock, SparseGroup
+    from kvstore.tiers.base import Pool
     from kvstore.types import Slots
 
 _BATCH_BYTES = 64 << 20
+_PREFETCHED_BYTES = 16 << 20
 _TRIES_MAX = 4  # with nothing gained: what was freed went elsewhere, or the system refuses the memory
 
 
@@ -43,9 +45,22 @@ class SparseMover:
         if slots.size == count or not self._room.lock.acquire(timeout=wait_seconds):
             return slots
         try:
-            return self._allocate(space, group, Tier.HOST, count, slots)
+            return self._allocate(group.host, count, slots, lambda rest: self._free(space, group, Tier.HOST, rest))
         finally:
             self._room.lock.release()
+
+    def bring_up(self, space: Space, group: SparseGroup, blocks: Sequence[SparseBlock], price: float) -> bool:
+        """Have held parts that lie on disk alone come up into host memory; false where that brought not all.
+
+        They take room only from parts of their group needed before them, and from dense blocks worth at most `price`.
+        """
+        with self._index.lock:
+            missing = [block for block in blocks if Tier.HOST not in block.slots]
+        step = max(1, _PREFETCHED_BYTES // group.host.slot_bytes)
+        return all(
+            self._bring_up(space, group, missing[start : start + step], price)
+            for start in range(0, len(missing), step)
+        )
 
     def leave_cooled(self, space: Space) -> bool:
         """Let sparse parts follow their dense blocks out of host memory; the room lock must be held. False if none."""
@@ -84,6 +99,35 @@ class SparseMover:
             if good < run:
                 break
         return done
+
+    def _bring_up(self, space: Space, group: SparseGroup, blocks: list[SparseBlock], price: float) -> bool:
+        count = len(blocks)
+        before = min(block.needed_at for block in blocks)
+        slots = group.host.allocate(count)
+        try:
+            if slots.size < count and self._room.lock.acquire(timeout=self._index.settings.room_seconds_max):
+                try:
+                    slots = self._allocate(
+                        group.host, count, slots, lambda rest: self._free_older(space, group, rest, before, price)
+                    )
+                finally:
+                    self._room.lock.release()
+            blocks = blocks[: slots.size]
+            rows = np.empty((len(blocks), group.host.slot_bytes), dtype=np.uint8)
+            good = self._read_verified(group, blocks, rows, None) if blocks else 0
+        except BaseException:
+            group.host.free(slots)
+            raise
+        self._place_on_host(group, blocks[:good], rows[:good], slots)
+        return good == count
+
+    def _free_older(self, space: Space, group: SparseGroup, count: int, before: int, price: float) -> bool:
+        """Let what was needed before, or is worth no more, leave host memory; the room lock must be held."""
+        if not group.host.at_limit and self._room.return_extent(space, Tier.HOST, price):
+            return True
+        with self._index.lock:
+            victims = group.take_victims(Tier.HOST, min(count, _batch(group)), before)
+        return self._leave(space, group, Tier.HOST, victims)
 
     def _free(self, space: Space, group: SparseGroup, tier: Tier, count: int) -> bool:
         """Let something leave a tier so that a group finds slots there; false if nothing could."""
@@ -131,7 +175,12 @@ class SparseMover:
         """Write held blocks to disk, as many as find room there."""
         if group.disk is None or not blocks:
             return
-        slots = self._allocate(space, group, Tier.DISK, len(blocks), group.disk.allocate(len(blocks)))
+        slots = self._allocate(
+            group.disk,
+            len(blocks),
+            group.disk.allocate(len(blocks)),
+            lambda rest: self._free(space, group, Tier.DISK, rest),
+        )
         blocks = blocks[: slots.size]
         placed = np.zeros(slots.size, dtype=np.bool_)
         try:
@@ -145,18 +194,16 @@ class SparseMover:
             if not placed.all():
                 group.disk.free(slots[~placed])
 
-    def _allocate(self, space: Space, group: SparseGroup, tier: Tier, count: int, slots: Slots) -> Slots:
+    def _allocate(self, pool: Pool, count: int, slots: Slots, free_some: Callable[[int], bool]) -> Slots:
         """Allocate until `count` slots are there, letting others leave; gives up where that brings none, or in time.
 
         Owns `slots` until it returns: an exception gives them back.
         """
-        pool = group.pool(tier)
-        assert pool is not None, tier
         deadline = self._index.clock.monotonic() + self._index.settings.room_seconds_max
         tries = 0
         try:
             while slots.size < count and tries < _TRIES_MAX and self._index.clock.monotonic() < deadline:
-                if not self._free(space, group, tier, count - int(slots.size)):
+                if not free_some(count - int(slots.size)):
                     break
                 more = pool.allocate(count - int(slots.size))
                 tries = 0 if more.size else tries + 1
@@ -169,6 +216,15 @@ class SparseMover:
     def _read_from_disk(
         self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], part: int
     ) -> int:
+        good = self._read_verified(group, blocks, rows, part)
+        if len(group.parts) == 1:
+            self._place_on_host(group, blocks[:good], rows[:good], group.host.allocate(good))
+        return good
+
+    def _read_verified(
+        self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], part: int | None
+    ) -> int:
+        """Read held blocks, of one part or whole, from disk; how many leading ones are right. A wrong one is dropped."""
         if group.disk is None:
             raise AssertionError("a held block lies in no tier")
         with self._index.lock:
@@ -180,18 +236,18 @@ class SparseMover:
                 freed = group.forget(blocks[good : good + 1])
                 self._index.accounting.corrupt_blocks += 1
             _settle(freed)
-        if len(group.parts) == 1:
-            self._promote(group, blocks[:good], rows[:good])
         return good
 
-    def _promote(self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8]) -> None:
-        """Keep what was read from disk in host memory too, as far as there is free room."""
-        slots = group.host.allocate(len(blocks))
+    def _place_on_host(
+        self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], slots: Slots
+    ) -> None:
+        """Keep what was read from disk in host memory too, as far as there are slots; the others are freed."""
+        count = min(len(blocks), int(slots.size))
         placed = np.zeros(slots.size, dtype=np.bool_)
         try:
-            group.host.write(slots, rows[: slots.size])
+            group.host.write(slots[:count], rows[:count])
             with self._index.lock:
-                for index in range(slots.size):
+                for index in range(count):
                     placed[index] = group.place(blocks[index], Tier.HOST, int(slots[index]))
         finally:
             if not placed.all():

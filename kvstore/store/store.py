@@ -23,6 +23,7 @@ from kvstore.store.placement import DiskAdmission, StoreRequest, admit_host, lea
 from kvstore.store.prefetch import Prefetcher, StorePrefetch, WriteThrough
 from kvstore.store.refusal import RefusedStage
 from kvstore.store.room import RoomMaker
+from kvstore.store.scrub import drop_bad
 from kvstore.store.settings import StoreSettings
 from kvstore.store.shares import SharedStages, StageShare
 from kvstore.store.stage import Points, StoreStage
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.store.space import Freed, Space
-    from kvstore.tiers.base import SlotRange
     from kvstore.tiers.extent_stock import HostMemoryState
     from kvstore.tiers.persistent import PersistentTier
     from kvstore.tokens import Tokens
@@ -142,7 +142,7 @@ class Store:
             ids = space.confirm(found)[: match.blocks]
             if wanted is not None and ids.size:
                 ids = ids[: leading(space.lies_in(ids, wanted))]
-            ids = space.sparse.usable(ids)
+            ids = space.sparse.usable(ids, wanted)
             space.tree.lease(ids)
             sparse = LeasedParts(self._room.sparse, space, space.sparse.hold(ids))
             lease = StoreLease(self._index, space, ids, self._forget_lease, sparse)
@@ -337,10 +337,7 @@ class Store:
         if self._disk is None:
             return ScrubPage(0, 0, 0, 0, 0, None)
         step = self._disk.scrub(after, limit_bytes)
-        spaces = {space.ns_id: space for space in self._index.spaces()}
-        for ns_id, bad in step.bad_ranges():
-            if ns_id in spaces:
-                self._drop_from_disk(spaces[ns_id], bad)
+        drop_bad(self._index, self._room, step)
         if step.bad:
             logger.warning("blocks on disk were wrong and are dropped: blocks=%d", len(step.bad))
         return ScrubPage(
@@ -466,21 +463,6 @@ class Store:
         if freed is not None:
             self._index.settle(freed)
         return freed is not None
-
-    def _drop_from_disk(self, space: Space, bad: SlotRange) -> None:
-        """Let blocks in some slots leave the disk unless somebody holds them; looks through the tree, in slices."""
-        next_id: int | None = 0
-        with self._room.lock:
-            while next_id is not None:
-                with self._index.lock:
-                    ids, next_id = space.tree.take_range(Tier.DISK, bad.first, bad.count, next_id)
-                try:
-                    self._index.prepare_keys(space, ids)
-                finally:
-                    with self._index.lock:
-                        freed = space.evict(ids, Tier.DISK)
-                        self._index.accounting.corrupt_blocks += ids.size
-                    self._index.settle(freed)
 
     def _drop_unheld(self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int) -> list[Freed]:
         """Cut off what a prompt has below a block but for what is held, a slice at a time; as Index.reap_all."""
