@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvstore.store.index import Index
     from kvstore.store.space import Space
-    from kvstore.tiers.base import Pool, SlotRange
+    from kvstore.tiers.base import Mask, Pool, SlotRange
     from kvstore.tiers.persistent import PersistentPool
     from kvstore.types import BlockIds, Slots
 
@@ -111,6 +111,7 @@ class RoomMaker:
             with self._index.lock:
                 alone = (space.tree.slots(ids, Tier.DISK) == NO_SLOT) & (space.tree.slots(ids, Tier.HOST) != NO_SLOT)
             self._copy_to_disk(space, ids[alone])
+            self.sparse.write_through(space, ids)
 
     def return_extent(self, space: Space, tier: Tier, worth: float = inf) -> bool:
         """Have a tier get back an extent or slab that sparse parts of a space can take; `lock` must be held.
@@ -132,13 +133,17 @@ class RoomMaker:
         return any(self._reclaim(giver.space, tier, worth) for giver in givers if may_leave(giver.worth, worth))
 
     def flush(self) -> None:
-        """Write every committed block that is in host memory alone to disk, as far as the disk has room."""
+        """Write every committed block that is in host memory alone to disk, as far as the disk has room.
+
+        Sparse parts follow their dense blocks.
+        """
         disk = self._index.disk
         if disk is None:
             return
         with self.lock:
             for space in self._index.spaces():
                 self._flush_space(space)
+                self.sparse.flush(space)
         disk.flush()
 
     def _flush_space(self, space: Space) -> None:
@@ -151,7 +156,7 @@ class RoomMaker:
             try:
                 self._index.prepare_keys(space, ids)
                 # What is lost otherwise is all of host memory, so it need not be likely to be used soon.
-                terms = DiskTerms(self._disk_terms(space, int(ids.size)).victim_value, None)
+                terms = DiskTerms(self.disk_terms(space, int(ids.size)).victim_value, None)
                 has_room = self._copy_to_disk(space, self._demoted(space, ids[::-1].copy(), terms))
             finally:
                 with self._index.lock:
@@ -221,7 +226,7 @@ class RoomMaker:
         try:
             self._index.prepare_keys(space, ids)
             if space.disk is not None:
-                self._copy_to_disk(space, self._demoted(space, ids, self._disk_terms(space, int(ids.size))))
+                self._copy_to_disk(space, self._demoted(space, ids, self.disk_terms(space, int(ids.size))))
         finally:
             with self._index.lock:
                 freed = space.evict(ids, Tier.HOST)
@@ -229,8 +234,8 @@ class RoomMaker:
             self._index.settle(freed)
         return bool(freed.host.size)
 
-    def _disk_terms(self, space: Space, count: int) -> DiskTerms:
-        """What so many blocks would meet on disk."""
+    def disk_terms(self, space: Space, count: int) -> DiskTerms:
+        """What so many blocks would meet on disk; `lock` must be held."""
         if self._admission is not DiskAdmission.WORTH or space.disk is None or self._turnover is None:
             return DiskTerms(None, None)
         if not self._disk_is_full or space.disk.free_slots >= count:
@@ -239,6 +244,12 @@ class RoomMaker:
         with self._index.lock:
             givers = self._index.givers(Tier.DISK, space)
         return DiskTerms(space.value(givers[0].worth) if givers else None, seconds)
+
+    def is_admitted(self, space: Space, ids: BlockIds, terms: DiskTerms) -> Mask:
+        """Which of some blocks are on disk or would go there now; the index lock must be held."""
+        refused = space.tree.slots(ids, Tier.DISK) == NO_SLOT
+        going = demotion(space.tree, ids, self._admission, terms, self._index.latest_tick).ids
+        return ~refused | np.isin(ids, going)
 
     def _demoted(self, space: Space, ids: BlockIds, terms: DiskTerms) -> BlockIds:
         """Those of some blocks, deeper ones first, that go to disk, in the order of writing."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.store.space import Space
     from kvstore.store.sparse import FreedSparse, SparseBlock, SparseGroup
     from kvstore.tiers.base import Pool
-    from kvstore.types import Slots
+    from kvstore.types import BlockIds, Slots
 
 _BATCH_BYTES = 64 << 20
 _PREFETCHED_BYTES = 16 << 20
@@ -40,14 +40,7 @@ class SparseMover:
 
     def reserve(self, space: Space, group: SparseGroup, count: int) -> Slots:
         """Up to `count` host slots of a group, after letting others leave where needed; fewer if none may in time."""
-        slots = group.host.allocate(count)
-        wait_seconds = self._index.settings.room_seconds_max
-        if slots.size == count or not self._room.lock.acquire(timeout=wait_seconds):
-            return slots
-        try:
-            return self._allocate(group.host, count, slots, lambda rest: self._free(space, group, Tier.HOST, rest))
-        finally:
-            self._room.lock.release()
+        return self._reserve(group, count, lambda rest: self._free(space, group, Tier.HOST, rest))
 
     def bring_up(self, space: Space, group: SparseGroup, blocks: Sequence[SparseBlock], price: float) -> bool:
         """Have held parts that lie on disk alone come up into host memory; false where that brought not all.
@@ -71,14 +64,19 @@ class SparseMover:
             found |= self._leave(space, group, Tier.HOST, victims)
         return found
 
-    def flush(self) -> None:
-        """Write every sparse part that is in host memory alone to disk, as far as there is room."""
-        if self._index.disk is None:
-            return
-        with self._room.lock:
-            for space in self._index.spaces():
-                for group in space.sparse.groups:
-                    self._flush_group(space, group)
+    def flush(self, space: Space) -> None:
+        """Write the sparse parts in host memory alone that a restart would find; the room lock must be held."""
+        for group in space.sparse.groups:
+            with self._index.lock:
+                blocks = group.blocks()
+            self._write_standing(space, group, blocks)
+
+    def write_through(self, space: Space, ids: BlockIds) -> None:
+        """The same for those at some blocks that the caller holds; the room lock must be held."""
+        for group in space.sparse.groups:
+            with self._index.lock:
+                blocks = group.find(ids.tolist())
+            self._write_standing(space, group, blocks)
 
     def read(self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], part: int) -> int:
         """Copy one part of held blocks into rows; returns how many leading ones are right.
@@ -101,25 +99,27 @@ class SparseMover:
         return done
 
     def _bring_up(self, space: Space, group: SparseGroup, blocks: list[SparseBlock], price: float) -> bool:
-        count = len(blocks)
         before = min(block.needed_at for block in blocks)
-        slots = group.host.allocate(count)
+        slots = self._reserve(group, len(blocks), lambda rest: self._free_older(space, group, rest, before, price))
         try:
-            if slots.size < count and self._room.lock.acquire(timeout=self._index.settings.room_seconds_max):
-                try:
-                    slots = self._allocate(
-                        group.host, count, slots, lambda rest: self._free_older(space, group, rest, before, price)
-                    )
-                finally:
-                    self._room.lock.release()
-            blocks = blocks[: slots.size]
-            rows = np.empty((len(blocks), group.host.slot_bytes), dtype=np.uint8)
-            good = self._read_verified(group, blocks, rows, None) if blocks else 0
+            read = blocks[: slots.size]
+            rows = np.empty((len(read), group.host.slot_bytes), dtype=np.uint8)
+            good = self._read_verified(group, read, rows, None) if read else 0
         except BaseException:
             group.host.free(slots)
             raise
-        self._place_on_host(group, blocks[:good], rows[:good], slots)
-        return good == count
+        self._place_on_host(group, read[:good], rows[:good], slots)
+        return good == len(blocks)
+
+    def _reserve(self, group: SparseGroup, count: int, free_some: Callable[[int], bool]) -> Slots:
+        slots = group.host.allocate(count)
+        wait_seconds = self._index.settings.room_seconds_max
+        if slots.size == count or not self._room.lock.acquire(timeout=wait_seconds):
+            return slots
+        try:
+            return self._allocate(group.host, count, slots, free_some)
+        finally:
+            self._room.lock.release()
 
     def _free_older(self, space: Space, group: SparseGroup, count: int, before: int, price: float) -> bool:
         """Let what was needed before, or is worth no more, leave host memory; the room lock must be held."""
@@ -147,7 +147,7 @@ class SparseMover:
         left: list[FreedSparse] = []
         try:
             if tier is Tier.HOST:
-                self._write(space, group, [block for block in victims if Tier.DISK not in block.slots])
+                self._write(space, group, self._admitted(space, victims))
         finally:
             with self._index.lock:
                 left = group.leave(victims, tier)
@@ -157,13 +157,25 @@ class SparseMover:
             _settle(left)
         return any(freed.tier is tier for freed in left)
 
-    def _flush_group(self, space: Space, group: SparseGroup) -> None:
+    def _admitted(self, space: Space, blocks: Sequence[SparseBlock]) -> list[SparseBlock]:
+        """Those in host memory alone that go to disk: where the dense block is there, or would be admitted."""
+        alone = [block for block in blocks if Tier.DISK not in block.slots]
+        terms = self._room.disk_terms(space, len(alone))
         with self._index.lock:
-            blocks = group.blocks()
+            standing = [block for block in alone if block.attached]
+            ids = np.array([block.block_id for block in standing], dtype=np.uint32)
+            admitted = self._room.is_admitted(space, ids, terms)
+        return [block for block, goes in zip(standing, admitted.tolist(), strict=True) if goes]
+
+    def _write_standing(self, space: Space, group: SparseGroup, blocks: Sequence[SparseBlock]) -> None:
+        """Write those in host memory alone whose dense blocks lie on disk: no restart finds others a place."""
         step = _batch(group)
         for start in range(0, len(blocks), step):
             with self._index.lock:
-                held = group.hold_unwritten(blocks[start : start + step])
+                standing = [block for block in blocks[start : start + step] if block.attached]
+                ids = np.array([block.block_id for block in standing], dtype=np.uint32)
+                on_disk = space.lies_in(ids, (Tier.DISK,)).tolist()
+                held = group.hold_unwritten(block for block, there in zip(standing, on_disk, strict=True) if there)
             try:
                 self._write(space, group, held)
             finally:
@@ -190,6 +202,7 @@ class SparseMover:
                 for index in np.flatnonzero(written):
                     placed[index] = group.place(blocks[index], Tier.DISK, int(slots[index]))
                 self._index.accounting.rejected_blocks["disk_error"] += int(slots.size - written.sum())
+                self._index.accounting.written_bytes += int(placed.sum()) * group.host.slot_bytes
         finally:
             if not placed.all():
                 group.disk.free(slots[~placed])

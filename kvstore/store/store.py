@@ -388,7 +388,6 @@ class Store:
         self.close()
 
     def _flush(self) -> None:
-        self._room.sparse.flush()
         self._room.flush()
         self._index.save_policies()
 
