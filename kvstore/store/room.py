@@ -347,7 +347,7 @@ class RoomMaker:
         """Let as much leave as the emptiest extent holds, by worth, and move what is left in that one elsewhere."""
         for extent in sorted(space.host.ranges(), key=space.host.used_in):
             # What somebody holds cannot move. Looking on loses nothing: pins may hold any number of extents for long.
-            if not is_movable(self._index, space, extent):
+            if space.host.is_kept(extent) or not is_movable(self._index, space, extent):
                 continue
             used_count = space.host.used_in(extent)
             missing_count = used_count - (space.host.free_slots - (extent.count - used_count))
@@ -375,7 +375,7 @@ class RoomMaker:
 
         Four slabs' worth of free slots among used ones say that no slab will be empty soon.
         """
-        step = max((slab.count for slab in disk.ranges()), default=0)
+        step = max((slab.count for slab in disk.ranges() if not disk.is_kept(slab)), default=0)
         while disk.free_slots < _RECLAIM_TRIES * step:
             count = min(step, space.spare_blocks(Tier.DISK))
             if not count or not self._evict(space, Tier.DISK, count, inf):
@@ -390,6 +390,8 @@ class RoomMaker:
         for slab in disk.ranges():
             if tries == _RECLAIM_TRIES:
                 break
+            if disk.is_kept(slab):
+                continue
             # Where everything is held nothing is lost by looking on: pins may hold any number of slabs for long.
             tries += self._leave_slab(space, slab)
             if disk.give_back(slab):

@@ -71,6 +71,9 @@ class TinyPool:
     def range_bytes(self, slot_range: SlotRange):
         return slot_range.count * self.slot_bytes
 
+    def is_kept(self, slot_range):
+        return False
+
     def give_back(self, slot_range):
         with self._tier.lock:
             return self._slots.remove(slot_range)
