@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 64 << 20
 _RECLAIM_TRIES = 4
 _GIVERS_MAX = 4
+_TRIES_MAX = 4
 _EMPTY = np.empty(0, dtype=np.uint32)
 
 
@@ -424,11 +425,15 @@ def _batch_blocks(space: Space) -> int:
 def _allocate_with(pool: Pool, count: int, slots: Slots, free_some: Callable[[int], bool]) -> Slots:
     """Allocate until `count` slots are there or `free_some(missing)` says that nothing more comes free.
 
-    Owns `slots` until it returns: an exception, Ctrl-C above all, gives them back.
+    Gives up, too, where what comes free brings nothing a few times: the system refuses the memory, or others were
+    faster. Owns `slots` until it returns: an exception, Ctrl-C above all, gives them back.
     """
+    tries = 0
     try:
-        while slots.size < count and free_some(count - slots.size):
-            slots = np.concatenate([slots, pool.allocate(count - slots.size)])
+        while slots.size < count and tries < _TRIES_MAX and free_some(count - slots.size):
+            more = pool.allocate(count - slots.size)
+            tries = 0 if more.size else tries + 1
+            slots = np.concatenate([slots, more])
     except BaseException:
         pool.free(slots)
         raise

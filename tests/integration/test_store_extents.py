@@ -13,6 +13,7 @@ import pytest
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.manual_clock import ManualClock
+from kvstore.tiers.extent_stock import ExtentStock
 from kvstore.types import KvLayout, Namespace, Tier
 
 MIB = 1 << 20
@@ -154,3 +155,13 @@ def test_threads_of_two_namespaces_that_take_from_each_other_read_what_they_stor
         for namespace in (OURS, OTHERS, wide):
             store.clear(namespace)
         assert 0 == store.stats().tiers["host"].used_bytes
+
+
+def test_where_the_system_refuses_memory_no_more_leaves_than_a_few_tries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(host_bytes=64 * MIB, settings=StoreSettings(eviction_policy="lru"), clock=ManualClock()) as store:
+        for name in range(4 * PROMPTS):
+            store_prompt(store, OURS, prompt_of(name))
+        monkeypatch.setattr(ExtentStock, "claim", lambda *_: None)
+        assert 0 == store_prompt(store, OTHERS, prompt_of(0)).blocks
+        left = sum(on_host(store, OURS, prompt_of(name)) for name in range(4 * PROMPTS))
+        assert 4 * HOST_BLOCKS - 4 * EXTENT_BLOCKS == left
