@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 class RefusedStage:
     """A kvstore.api.Stage that takes no block. It holds nothing, so it counts as none of the open ones."""
 
-    def __init__(self, layout: KvLayout, *, from_block: int, refused_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, *, from_block: int, refused_blocks: int, present_blocks: int = 0) -> None:
         self._layout = layout
         self._from_block = from_block
         self._refused_blocks = refused_blocks
+        self._present_blocks = present_blocks
         self._lock = threading.Lock()
         self._open = True
 
@@ -53,7 +54,7 @@ class RefusedStage:
             was_open, self._open = self._open, False
         if not was_open:
             raise ClosedError("the stage has ended: it was committed or aborted")
-        return CommitResult(0, 0, self._refused_blocks)
+        return CommitResult(0, self._present_blocks, self._refused_blocks)
 
     def abort(self) -> None:
         """End it; idempotent."""

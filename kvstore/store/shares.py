@@ -3,18 +3,22 @@
 The ranks of an engine store the same prompts, and none of them has all parts. The first one that comes opens the
 stage, the others join it by staging the same prompt, and it commits when the last of them has committed its share.
 Nothing has to be agreed on between the ranks, and each proves the namespace in its own session. A rank that aborts
-takes the stage with it; one that stays away does when the stage's time is over.
+takes the stage with it; one that stays away does when the stage's time is over. Where the first one was refused, for
+lack of room or of budget, the others are too: for none of them could all parts of a block come together.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from kvstore.errors import ClosedError, NoSpaceError
+from kvstore.store.refusal import RefusedStage
 from kvstore.types import CommitResult, require_own_part
 
 if TYPE_CHECKING:
@@ -29,6 +33,15 @@ if TYPE_CHECKING:
     from kvstore.types import KvLayout, TokenArray
 
 _OPENING_SECONDS_MAX = 10.0
+_REFUSED_MAX = 64  # each keeps its prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the first rank was told that could store nothing."""
+
+    from_block: int
+    refused_blocks: int
 
 
 class SharedStage:
@@ -42,6 +55,7 @@ class SharedStage:
         self.joined: set[int] = set()
         self.done: set[int] = set()
         self.awaited = frozenset(layout.writers)
+        self.refusal: Refusal | None = None
 
     def has_place(self, rank: int, prompt: TokenArray) -> bool:
         """Whether a rank that stages this prompt belongs in here."""
@@ -128,9 +142,10 @@ class SharedStages:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[bytes, list[SharedStage]] = {}  # guarded by _lock
+        self._open: dict[bytes, list[SharedStage]] = {}  # guarded by _lock, as below
+        self._refused: OrderedDict[SharedStage, bytes] = OrderedDict()  # those of them that not all ranks heard of
 
-    def join(self, stage: StoreStage, rank: int, begin: Callable[[], None]) -> StageShare:
+    def join(self, stage: StoreStage, rank: int, begin: Callable[[], None]) -> StageShare | RefusedStage:
         """A rank's share of the open stage of the same prompt; where there is none, of `stage`, begun by `begin`."""
         key = _key(stage)
         while True:
@@ -140,7 +155,10 @@ class SharedStages:
             if not shared.lock.acquire(timeout=_OPENING_SECONDS_MAX):
                 raise NoSpaceError("the stage of this prompt is still being opened by another rank; try again")
             try:
-                opened = shared.stage
+                opened, refusal = shared.stage, shared.refusal
+                if refusal is not None:
+                    self._end_refusal(shared)
+                    return _refused(stage, refusal)
                 if opened is not None and opened.is_open:
                     return StageShare(shared, opened, rank, stage.requested_from)
             finally:
@@ -157,10 +175,12 @@ class SharedStages:
     def _find(self, key: bytes, stage: StoreStage, rank: int) -> tuple[SharedStage, bool]:
         """Where the rank belongs, and whether that is new: then its lock is held."""
         with self._lock:
-            for shared in self._open.get(key, ()):
+            for shared in tuple(self._open.get(key, ())):
                 if shared.has_place(rank, stage.prompt):
                     shared.joined.add(rank)
                     return shared, False
+                if shared in self._refused and np.array_equal(shared.prompt, stage.prompt):
+                    self._forget_refused(shared)  # who was refused comes again
             shared = SharedStage(stage.layout, stage.prompt)
             shared.joined.add(rank)
             shared.lock.acquire()
@@ -173,22 +193,51 @@ class SharedStages:
         """Begin a new stage. One that wants nothing is nobody else's business."""
         try:
             begin()
-            if stage.wants_nothing:
-                shared.awaited = frozenset({rank})
-            else:
+            if not stage.wants_nothing:
                 shared.stage = stage
+            else:
+                shared.awaited = frozenset({rank})
+                if stage.refused_blocks:
+                    shared.refusal = Refusal(stage.from_block, stage.refused_blocks)
         finally:
-            if shared.stage is None:
-                with self._lock:
+            with self._lock:
+                if shared.refusal is not None:
+                    self._refused[shared] = key
+                    if len(self._refused) > _REFUSED_MAX:
+                        self._forget_refused(next(iter(self._refused)))
+                elif shared.stage is None:
                     self._replace(key, [other for other in self._open.get(key, ()) if other is not shared])
             shared.lock.release()
+            self._end_refusal(shared)
         return StageShare(shared, stage, rank, stage.requested_from)
+
+    def _end_refusal(self, shared: SharedStage) -> None:
+        """Forget a refusal that all ranks heard of."""
+        with self._lock:
+            if shared in self._refused and shared.joined >= set(shared.layout.writers):
+                self._forget_refused(shared)
+
+    def _forget_refused(self, shared: SharedStage) -> None:
+        """`_lock` must be held."""
+        key = self._refused.pop(shared)
+        self._replace(key, [other for other in self._open.get(key, ()) if other is not shared])
 
     def _replace(self, key: bytes, stages: list[SharedStage]) -> None:
         if stages:
             self._open[key] = stages
         else:
             self._open.pop(key, None)
+
+
+def _refused(stage: StoreStage, refusal: Refusal) -> RefusedStage:
+    first = max(stage.requested_from, refusal.from_block)
+    whole_count = stage.prompt.size // stage.layout.block_tokens
+    return RefusedStage(
+        stage.layout,
+        from_block=first,
+        refused_blocks=min(refusal.refused_blocks, whole_count - first),
+        present_blocks=first - stage.requested_from,
+    )
 
 
 def _key(stage: StoreStage) -> bytes:

@@ -137,6 +137,11 @@ class StoreStage:
         return self._present - self.requested_from
 
     @property
+    def refused_blocks(self) -> int:
+        """Blocks that were asked for and for which there was no room, or no budget."""
+        return self._refused
+
+    @property
     def wants_nothing(self) -> bool:
         """Whether there is nothing to write, of any part."""
         return not any(self.wanted(part) for part in range(len(self.layout.parts)))
