@@ -92,6 +92,10 @@ class Pool(Protocol):
         """The extents or slabs the pool holds now."""
         ...
 
+    def is_kept(self, slot_range: SlotRange) -> bool:
+        """Whether an extent or slab cannot go back, whatever leaves it: somebody maps it, or a slot of it is bad."""
+        ...
+
     def give_back(self, slot_range: SlotRange) -> bool:
         """Return one extent to the tier if all its slots are free; false and unchanged otherwise."""
         ...

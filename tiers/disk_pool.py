@@ -157,6 +157,12 @@ class DiskPool:
         """Real bytes of a slab's file."""
         return slab_bytes(self._geometry, slot_range.count)
 
+    def is_kept(self, slot_range: SlotRange) -> bool:
+        """Whether a slot of one slab is in quarantine, which would be forgotten with the slab."""
+        slots = range(slot_range.first, slot_range.first + slot_range.count)
+        with self._lock:
+            return any(slot in slots for slot in self._quarantined)
+
     def give_back(self, slot_range: SlotRange) -> bool:
         """Delete one slab if all its slots are free; false and unchanged otherwise."""
         with self._lock:

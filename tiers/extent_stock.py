@@ -185,6 +185,11 @@ class ExtentStock:
             self._holds[extent] = self._holds.get(extent, 0) + 1
         return ExtentHold(extent, self._release)
 
+    def is_held(self, extent: Extent) -> bool:
+        """Whether there is a hold on an extent."""
+        with self._changed:
+            return extent in self._holds
+
     def close(self) -> None:
         """Give everything back but what is held, and end the thread once its piece of work is done; idempotent."""
         with self._changed:

@@ -253,6 +253,13 @@ class HostPool:
         with self._lock:
             return self._slots.ranges()
 
+    def is_kept(self, slot_range: SlotRange) -> bool:
+        """Whether somebody holds one extent, so that it cannot go to another namespace; true of one that is gone."""
+        with self._lock:
+            if slot_range not in self._slots.ranges():
+                return True
+            return self._stock.is_held(self._table.holders.holder_of(slot_range))
+
     def give_back(self, slot_range: SlotRange) -> bool:
         """Return one extent to the tier if all its slots are free and nobody holds it; else false and unchanged."""
         with self._lock:
