@@ -87,7 +87,8 @@ class HeldMatch:
 class PrefetchJob:
     """A prompt's matched blocks on their way up; one for each prompt, whoever waits for it.
 
-    It holds its blocks (`ids` and `sparse`, held by its maker) until it has ended. `interested` is guarded by the owner's lock.
+    It holds its blocks (`ids` and `sparse`, held by its maker) until it has ended. `interested` is guarded by the
+    owner's lock.
     """
 
     def __init__(self, owner: Prefetcher, space: Space, held: HeldMatch) -> None:
@@ -223,7 +224,7 @@ class Prefetcher:
         return "cancelled"
 
     def _bring_sparse(self, job: PrefetchJob) -> bool:
-        """Bring up the sparse parts that the deepest match needs whose dense blocks are there; false if not all came."""
+        """Bring up the sparse parts that the deepest match of what is there needs; false if not all came."""
         space = job.space
         if not space.sparse.groups:
             return True
@@ -235,7 +236,7 @@ class Prefetcher:
         try:
             price = space.worth(prefetch_price(values)) if ids.size else 0.0
             groups = zip(space.sparse.groups, hold.blocks, strict=True)
-            return all([self._room.sparse.bring_up(space, group, blocks, price) for group, blocks in groups])
+            return all(self._room.sparse.bring_up(space, group, blocks, price) for group, blocks in groups)
         finally:
             with self._index.lock:
                 freed = space.release(ids[:0], hold)

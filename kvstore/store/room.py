@@ -248,9 +248,9 @@ class RoomMaker:
 
     def is_admitted(self, space: Space, ids: BlockIds, terms: DiskTerms) -> Mask:
         """Which of some blocks are on disk or would go there now; the index lock must be held."""
-        refused = space.tree.slots(ids, Tier.DISK) == NO_SLOT
+        on_disk = space.lies_in(ids, (Tier.DISK,))
         going = demotion(space.tree, ids, self._admission, terms, self._index.latest_tick).ids
-        return ~refused | np.isin(ids, going)
+        return np.asarray(on_disk | np.isin(ids, going))
 
     def _demoted(self, space: Space, ids: BlockIds, terms: DiskTerms) -> BlockIds:
         """Those of some blocks, deeper ones first, that go to disk, in the order of writing."""

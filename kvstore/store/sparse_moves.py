@@ -51,8 +51,7 @@ class SparseMover:
             missing = [block for block in blocks if Tier.HOST not in block.slots]
         step = max(1, _PREFETCHED_BYTES // group.host.slot_bytes)
         return all(
-            self._bring_up(space, group, missing[start : start + step], price)
-            for start in range(0, len(missing), step)
+            self._bring_up(space, group, missing[start : start + step], price) for start in range(0, len(missing), step)
         )
 
     def leave_cooled(self, space: Space) -> bool:
@@ -237,7 +236,7 @@ class SparseMover:
     def _read_verified(
         self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], part: int | None
     ) -> int:
-        """Read held blocks, of one part or whole, from disk; how many leading ones are right. A wrong one is dropped."""
+        """Read held blocks, of one part or whole, from disk; how many leading ones are right. The next is dropped."""
         if group.disk is None:
             raise AssertionError("a held block lies in no tier")
         with self._index.lock:

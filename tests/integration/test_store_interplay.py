@@ -102,9 +102,7 @@ def test_a_prefetch_says_no_more_than_can_be_matched(reopen: Callable[..., Store
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_scrub_drops_sparse_parts_that_rotted(
-    reopen: Callable[..., Store], tmp_path: Path, group: int
-) -> None:
+def test_a_scrub_drops_sparse_parts_that_rotted(reopen: Callable[..., Store], tmp_path: Path, group: int) -> None:
     store_prompt(reopen(), NAMESPACE, PROMPT, turn_ends=(20,))
     store = reopen()
     assert BLOCKS == store.match(NAMESPACE, PROMPT).blocks
@@ -152,7 +150,7 @@ def test_what_is_written_through_can_be_matched_after_a_kill(reopen: Callable[..
     assert BLOCKS * LAYOUT.block_bytes + sparse_bytes == store.stats().written_bytes
     killed = tmp_path / "killed"
     shutil.copytree(tmp_path, killed, ignore=lambda *_: ["killed"])
-    with open_store(killed, **SIZES) as other:
+    with open_store(killed, **SIZES) as other:  # type: ignore[arg-type]
         assert BLOCKS == verified_blocks(other, NAMESPACE, PROMPT)
 
 
