@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.store.settings import Quota, StoreSettings
     from kvstore.store.space import Freed
-    from kvstore.tiers.base import RecoveredBlock, SlotRange
+    from kvstore.tiers.base import Pool, RecoveredBlock, SlotRange
     from kvstore.tiers.host import HostTier
     from kvstore.tiers.persistent import PersistentPool, PersistentTier
     from kvstore.types import BlockIds, KvLayout, Namespace, Slots
@@ -161,15 +161,15 @@ class Index:
         """A space in which something that was cut off holds its slots still; `lock` must be held."""
         return next((space for space in self._spaces.values() if space.tree.condemned), None)
 
-    def givers(self, tier: Tier, asking: Space) -> list[Giver]:
+    def givers(self, tier: Tier, asking: Space, pool: Pool | None = None) -> list[Giver]:
         """Spaces from which blocks may leave `tier` for one that asks, the least worth first; `lock` must be held.
 
-        What is worth least is judged as of the latest request. Others give nothing of what their quota ensures them,
+        It asks for `pool`, that of its dense blocks if not given. What is worth least is judged as of the latest request. Others give nothing of what their quota ensures them,
         and nothing at all to one that is at its own limit; one that has less than its quota ensures it gives last.
         Since taking from others moves whole extents, their blocks count as worth a little more than they are.
         """
         found: list[Giver] = []
-        pool = asking.pool(tier)
+        pool = asking.pool(tier) if pool is None else pool
         spaces = [asking] if pool is None or pool.at_limit else self._spaces.values()
         for space in spaces:
             if space is not asking and space.least_bytes(tier) and not space.spare_blocks(tier):

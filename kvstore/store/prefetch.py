@@ -133,7 +133,6 @@ class Prefetcher:
         self._index = index
         self._room = room
         self._movers = movers
-        self._reserve_bytes = int(index.host.capacity_bytes * index.settings.prefetch_ratio)
         self._lock = threading.Lock()
         self._jobs: dict[tuple[bytes, int], PrefetchJob] = {}
         self._buffers: list[NDArray[np.uint8]] = []
@@ -159,10 +158,12 @@ class Prefetcher:
         """Take one interest back; without any the job ends, at once if it has not begun."""
         with self._lock:
             job.interested -= 1
-            is_last = job.interested == 0
-            job.cancelled = is_last
-        if is_last and self._movers.withdraw(job):
-            self.finish(job, "cancelled")
+            job.cancelled = job.interested == 0
+            is_withdrawn = job.cancelled and self._movers.withdraw(job)
+            if is_withdrawn:
+                del self._jobs[job.key]  # under the same hold of the lock: nobody joins what never runs
+        if is_withdrawn:
+            self._end(job, "cancelled")
 
     def cancel_all(self) -> None:
         """Let all end soon: the store closes."""
@@ -188,7 +189,9 @@ class Prefetcher:
 
     def _enter(self, job: PrefetchJob) -> str | None:
         """Queue a job, shortened to what is left of the reserve; why not, if not. `_lock` is held."""
-        left_bytes = self._reserve_bytes - sum(other.reserved_bytes for other in self._jobs.values())
+        # Of the capacity as it is now: it sinks where the system turns out to have less.
+        reserve_bytes = int(self._index.host.capacity_bytes * self._index.settings.prefetch_ratio)
+        left_bytes = reserve_bytes - sum(other.reserved_bytes for other in self._jobs.values())
         wanted_blocks = job.limit
         job.limit = prefetch_blocks(job.limit, job.space.layout.block_bytes, left_bytes - job.sparse_bytes)
         if job.sparse_bytes > left_bytes or (wanted_blocks and not job.limit):

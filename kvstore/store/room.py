@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvstore.store.index import Index
     from kvstore.store.space import Space
+    from kvstore.store.sparse import SparseGroup
     from kvstore.tiers.base import Mask, Pool, SlotRange
     from kvstore.tiers.persistent import PersistentPool
     from kvstore.types import BlockIds, Slots
@@ -114,8 +115,8 @@ class RoomMaker:
             self._copy_to_disk(space, ids[alone])
             self.sparse.write_through(space, ids)
 
-    def return_extent(self, space: Space, tier: Tier, worth: float = inf) -> bool:
-        """Have a tier get back an extent or slab that sparse parts of a space can take; `lock` must be held.
+    def return_extent(self, space: Space, group: SparseGroup, tier: Tier, worth: float = inf) -> bool:
+        """Have a tier get back an extent or slab that a sparse group of a space can take; `lock` must be held.
 
         One in which nothing is used, else one of dense blocks that are worth no more than `worth`, of the space that
         gives first. False if none could.
@@ -130,7 +131,7 @@ class RoomMaker:
             _give_back_idle(pools)  # the group that asks may have got free slots by it, or takes the extent anew
             return True
         with self._index.lock:
-            givers = self._index.givers(tier, space)[:_GIVERS_MAX]
+            givers = self._index.givers(tier, space, group.pool(tier))[:_GIVERS_MAX]
         return any(self._reclaim(giver.space, tier, worth) for giver in givers if may_leave(giver.worth, worth))
 
     def flush(self) -> None:

@@ -122,7 +122,7 @@ class SparseMover:
 
     def _free_older(self, space: Space, group: SparseGroup, count: int, before: int, price: float) -> bool:
         """Let what was needed before, or is worth no more, leave host memory; the room lock must be held."""
-        if not group.host.at_limit and self._room.return_extent(space, Tier.HOST, price):
+        if not group.host.at_limit and self._room.return_extent(space, group, Tier.HOST, price):
             return True
         with self._index.lock:
             victims = group.take_victims(Tier.HOST, min(count, _batch(group)), before)
@@ -133,7 +133,7 @@ class SparseMover:
         pool = group.pool(tier)
         if pool is None:
             return False
-        if not pool.at_limit and self._room.return_extent(space, tier):
+        if not pool.at_limit and self._room.return_extent(space, group, tier):
             return True
         return self._evict(space, group, tier, min(count, _batch(group)))
 

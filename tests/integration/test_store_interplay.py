@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from typing import TYPE_CHECKING
 
@@ -170,3 +171,35 @@ def test_no_sparse_part_is_flushed_whose_block_is_not_admitted(reopen: Callable[
     assert [3, 1] == [group.disk.used_slots for group in groups_of(store)]
     store = reopen(disk_admission="reuse")
     assert (BLOCKS, 0) == (store.match(NAMESPACE, PROMPT).blocks, store.match(NAMESPACE, other).blocks)
+
+
+def test_a_group_below_its_share_takes_from_the_space_that_gives_first_whatever_the_dense_blocks_have() -> None:
+    """The dense blocks of the namespace that asks are at their limit, and worth more than those of the other."""
+    layout = KvLayout(
+        layers=1, kv_heads=1, head_dim=8192, dtype="int8", block_tokens=4, groups=(Recurrent(layers=1, state_bytes=MIB),)
+    )
+    ours = Namespace(model="m", revision="r", tenant="ours", layout=layout)
+    others = Namespace(model="m", revision="r", tenant="others", layout=dataclasses.replace(layout, groups=()))
+    settings = StoreSettings(eviction_policy="lru", sparse_ratio_max=0.75)
+    with open_store(host_bytes=32 * MIB, settings=settings, clock=ManualClock()) as store:
+        for start in range(0, 4000, 10):
+            store_prompt(store, others, list(range(start, start + 4)))
+        prompts = [list(range(start, start + 64)) for start in range(0, 8000, 1000)]
+        for prompt in prompts:
+            stage = store.stage(ours, prompt)
+            stage.write_from(expected_rows(ours, prompt))
+            stage.commit()
+        space = store._index.space(ours)
+        assert (True, 128) == (space.host.at_limit, space.tree.tier_blocks(Tier.HOST))
+        store_prompt(store, ours, prompts[0])
+        assert 128 == space.tree.tier_blocks(Tier.HOST)
+        assert 16 == verified_blocks(store, ours, prompts[0])
+
+
+def test_the_reserve_of_prefetches_sinks_with_host_memory(reopen: Callable[..., Store]) -> None:
+    store_prompt(reopen(), NAMESPACE, PROMPT)
+    store = reopen()
+    with store._host._stock._changed:
+        store._host._stock._capacity_bytes = LAYOUT.block_bytes  # the system has no more
+    with store.prefetch(NAMESPACE, PROMPT, wait_seconds=None) as prefetch:
+        assert (0, {"reserve_full": 1}) == (prefetch.host_blocks, store.stats().prefetches)
