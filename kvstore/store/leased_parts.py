@@ -35,5 +35,5 @@ class LeasedParts:
             )
         group = self._space.sparse.groups[number]
         blocks = held[from_block - first : from_block - first + len(rows)]
-        good = self._mover.read(group, blocks, rows[: len(blocks)], part - group.parts.start)
+        good = self._mover.load(self._space, group, blocks, rows[: len(blocks)], part - group.parts.start)
         return good, len(blocks)

@@ -40,7 +40,10 @@ class SparseMover:
 
     def reserve(self, space: Space, group: SparseGroup, count: int) -> Slots:
         """Up to `count` host slots of a group, after letting others leave where needed; fewer if none may in time."""
-        return self._reserve(group, count, lambda rest: self._free(space, group, Tier.HOST, rest))
+        slots = self._reserve(group, count, lambda rest: self._free(space, group, Tier.HOST, rest))
+        with self._index.lock:
+            space.budget.spend(int(slots.size) * group.host.slot_bytes)
+        return slots
 
     def bring_up(self, space: Space, group: SparseGroup, blocks: Sequence[SparseBlock], price: float) -> bool:
         """Have held parts that lie on disk alone come up into host memory; false where that brought not all.
@@ -76,6 +79,15 @@ class SparseMover:
             with self._index.lock:
                 blocks = group.find(ids.tolist())
             self._write_standing(space, group, blocks)
+
+    def load(
+        self, space: Space, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], part: int
+    ) -> int:
+        """As `read`, for a lease: what is loaded earns budget."""
+        good = self.read(group, blocks, rows, part)
+        with self._index.lock:
+            space.budget.earn(good * rows.shape[1])
+        return good
 
     def read(self, group: SparseGroup, blocks: Sequence[SparseBlock], rows: NDArray[np.uint8], part: int) -> int:
         """Copy one part of held blocks into rows; returns how many leading ones are right.

@@ -169,8 +169,7 @@ class Store:
             raise InvalidArgumentError(f"from_block is {from_block}, expected 0..{whole} (whole blocks of the prompt)")
         self._end_overdue()
         prompt = prompt[: whole * namespace.layout.block_tokens]
-        is_plain = rank is None and not namespace.layout.groups
-        if whole and not from_block and is_plain and self._is_spent(space, root_key, prompt):
+        if whole and not from_block and rank is None and self._is_spent(space, root_key, prompt):
             return RefusedStage(namespace.layout, from_block=0, refused_blocks=whole)
         stage = StoreStage(
             self._index,

@@ -176,7 +176,12 @@ def test_no_sparse_part_is_flushed_whose_block_is_not_admitted(reopen: Callable[
 def test_a_group_below_its_share_takes_from_the_space_that_gives_first_whatever_the_dense_blocks_have() -> None:
     """The dense blocks of the namespace that asks are at their limit, and worth more than those of the other."""
     layout = KvLayout(
-        layers=1, kv_heads=1, head_dim=8192, dtype="int8", block_tokens=4, groups=(Recurrent(layers=1, state_bytes=MIB),)
+        layers=1,
+        kv_heads=1,
+        head_dim=8192,
+        dtype="int8",
+        block_tokens=4,
+        groups=(Recurrent(layers=1, state_bytes=MIB),),
     )
     ours = Namespace(model="m", revision="r", tenant="ours", layout=layout)
     others = Namespace(model="m", revision="r", tenant="others", layout=dataclasses.replace(layout, groups=()))
@@ -203,3 +208,29 @@ def test_the_reserve_of_prefetches_sinks_with_host_memory(reopen: Callable[..., 
         store._host._stock._capacity_bytes = LAYOUT.block_bytes  # the system has no more
     with store.prefetch(NAMESPACE, PROMPT, wait_seconds=None) as prefetch:
         assert (0, {"reserve_full": 1}) == (prefetch.host_blocks, store.stats().prefetches)
+
+
+def test_sparse_parts_are_paid_from_the_budget_and_earn_for_it(reopen: Callable[..., Store]) -> None:
+    store = reopen()
+    budget = store._index.space(NAMESPACE).budget
+    before = budget.left(0.0).left_bytes
+    store_prompt(store, NAMESPACE, PROMPT)
+    sparse_bytes = sum(len(group) * group.host.slot_bytes for group in groups_of(store))
+    spent = BLOCKS * LAYOUT.block_bytes + sparse_bytes
+    assert spent == before - budget.left(0.0).left_bytes
+    budget.spend(100 * spent)
+    low = budget.left(0.0).left_bytes
+    assert BLOCKS == verified_blocks(store, NAMESPACE, PROMPT)
+    assert 20 * spent == budget.left(0.0).left_bytes - low
+
+
+def test_a_prompt_with_sparse_parts_is_refused_before_the_index_has_seen_it_where_the_budget_is_spent(
+    reopen: Callable[..., Store],
+) -> None:
+    store = reopen()
+    budget = store._index.space(NAMESPACE).budget
+    budget.spend(int(budget.left(0.0).left_bytes))
+    stage = store.stage(NAMESPACE, PROMPT)
+    assert (0, 0, [()] * 3) == (store.stats().stages, stage.blocks, [stage.wanted(part) for part in range(3)])
+    assert 0 == stage.write_from(np.zeros((BLOCKS, LAYOUT.part_bytes(2)), dtype=np.uint8), part=2)
+    assert BLOCKS == stage.commit().refused_blocks
