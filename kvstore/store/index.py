@@ -165,9 +165,9 @@ class Index:
         """Spaces from which blocks may leave `tier` for one that asks, the least worth first; `lock` must be held.
 
         It asks for `pool`, that of its dense blocks if not given. What is worth least is judged as of the latest
-        request. Others give nothing of what their quota ensures them, and nothing at all to one whose pool is at its own
-        limit; one that has less than its quota ensures it gives last. Since taking from others moves whole extents,
-        their blocks count as worth a little more than they are.
+        request. Others give nothing of what their quota ensures them, and nothing at all for a pool at its own limit;
+        one that has less than its quota ensures it gives last. Since taking from others moves whole extents, their
+        blocks count as worth a little more than they are.
         """
         found: list[Giver] = []
         pool = asking.pool(tier) if pool is None else pool
