@@ -280,7 +280,8 @@ class HuggingFaceConnector:
         self._counters.add(lookups=len(heads), lookup_tokens=sum(map(len, heads)))
 
         def match_rows() -> list[PrefixMatch]:
-            return [self._store.match(namespace, head, root=root) for head in heads]
+            # With an id of its own a lookup that is repeated on a new connection is still counted, and once.
+            return [self._store.match(namespace, head, root=root, request_id=secrets.token_hex(8)) for head in heads]
 
         matches = self._guarded(match_rows, self._limits.lookup_seconds)
         if matches is not None:
