@@ -106,8 +106,9 @@ def unpack_slab_header(page: bytes, path: Path) -> SlabHeader | None:
             f"{path} has format version {version}, this kvstore reads {SLAB_VERSION}; "
             "use the version that wrote it or another data directory"
         )
-    packed = page[: _FIXED.size + 8 * part_count + DIGEST_BYTES]
-    if not is_sealed(packed):
+    packed_bytes = _FIXED.size + 8 * part_count + DIGEST_BYTES
+    packed = page[:packed_bytes]
+    if len(packed) != packed_bytes or not is_sealed(packed) or not (slot_count and part_count):
         return None
     part_sizes = struct.unpack(f"<{part_count}Q", packed[_FIXED.size : -DIGEST_BYTES])
     return SlabHeader(number, ns_id, slot_count, part_sizes, block_tokens)

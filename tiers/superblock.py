@@ -181,6 +181,8 @@ def _unpack(data: bytes) -> Superblock:
         position += _COUNTS.size
     middle = position + generation_count * _GENERATION.size
     end = middle + place_count * _PLACE.size
+    if end > len(data) - DIGEST_BYTES:
+        raise ValueError("the length is wrong")
     generations = dict(_GENERATION.iter_unpack(data[position:middle]))
     places = frozenset(_PLACE.iter_unpack(data[middle:end]))
     folders = []

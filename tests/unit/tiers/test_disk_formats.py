@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +138,22 @@ def test_a_superblock_comes_back_and_damage_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(StorageFormatError, match="superblock"):
             load_superblock(path)
+
+
+def test_counts_beyond_the_end_are_refused_whatever_the_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "superblock"
+    head = SUPERBLOCK.pack()[:40]
+    generations, places, folders = b"\xff" * 8, bytes(4), b"\x01\0\0\0"
+    path.write_bytes(sealed(head + generations + places + folders + bytes(16)))
+    with pytest.raises(StorageFormatError, match="damaged"):
+        load_superblock(path)
+    slab = SLAB_HEADER.pack()[:-8]
+    assert unpack_slab_header(sealed(slab[:40] + b"\xff" * 4 + slab[44:]), path) is None
+
+
+@pytest.mark.parametrize("empty", [{"slot_count": 0}, {"part_sizes": ()}])
+def test_a_slab_that_says_it_holds_nothing_is_none(empty: dict[str, Any]) -> None:
+    assert unpack_slab_header(replace(SLAB_HEADER, **empty).pack(), Path("slab")) is None
 
 
 def test_row_keys_sort_like_the_slots_they_name() -> None:
