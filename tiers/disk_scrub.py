@@ -56,7 +56,7 @@ def _bad_blocks(pools: Mapping[bytes, DiskPool], services: DiskServices, run: Sl
 def _runs_behind(slabs: list[Slab], after: int) -> Iterator[SlotRun[Slab]]:
     """Occupied neighbouring slots from a position on, as much as one I/O takes at a time."""
     for slab in slabs:
-        first = max(0, after - _position(slab, 0))
+        first = min(max(0, after - _position(slab, 0)), slab.header.slot_count)
         occupied = np.flatnonzero(slab.sequences[first:]) + first
         edges = np.flatnonzero(np.diff(occupied) != 1) + 1
         for indices in np.split(occupied, edges):

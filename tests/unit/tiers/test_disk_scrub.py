@@ -143,3 +143,12 @@ def test_a_bad_block_that_nobody_has_taken_yet_is_given_up(disk: Disk, blocks: B
     assert 1 == len(tier.scrub(0, LIMIT).bad)
     assert dict.fromkeys(NUMBERS[1:], True) == blocks.recovered(tier)
     assert 7 == blocks.pool(tier).used_slots
+
+
+def test_behind_the_last_position_there_is_nothing_to_read(disk: Disk, blocks: Blocks) -> None:
+    tier = disk.open()
+    blocks.store(blocks.pool(tier), NUMBERS)
+    for after in (1 << 62, 2**64 - 1):
+        step = tier.scrub(after, LIMIT)
+        assert (0, 0, None) == (step.blocks, step.read_bytes, step.next_after)
+    tier.close()
