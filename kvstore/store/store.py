@@ -191,7 +191,7 @@ class Store:
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
     ) -> Pin:
         """Protect a stored prefix; see kvstore.api.KvStore."""
-        if ttl_seconds is not None and not ttl_seconds > 0:
+        if ttl_seconds is not None and require_seconds(ttl_seconds, "ttl_seconds") == 0:
             raise InvalidArgumentError(f"ttl_seconds is {ttl_seconds}, expected more than 0, or None for no limit")
         space, root_key, prompt = self._address(namespace, tokens, root)
         self._end_overdue()

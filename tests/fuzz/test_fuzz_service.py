@@ -263,7 +263,6 @@ def test_only_errors_of_kvstore_come_out_and_nothing_is_left(
                     break
         shutil.rmtree(path)
     never = [method.name for method in METHODS if not outcomes[f"{method.name} OK"]]
-    print(sorted(outcomes.items()))
     assert [] == never, outcomes
 
 
