@@ -18,7 +18,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full bench soak gpu check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full bench soak fuzz gpu check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -28,6 +28,7 @@ help:
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
 	@echo 'make soak          ten minutes of load on a sidecar, which must not grow'
+	@echo 'make fuzz          a million damaged inputs for each decoder, reader and service; hours'
 	@echo 'make gpu           on a machine with a CUDA GPU: its tests, and what copies cost'
 	@echo 'make protos        regenerate the code of protos/'
 	@echo 'make baseline      at a release: what protos/ may not break from then on'
@@ -65,6 +66,11 @@ bench: dev
 # Ten minutes of load: the server's memory, files and threads must stay as they are.
 soak: dev
 	KVSTORE_SOAK_SECONDS=600 $(BIN)/pytest tests/integration/test_soak.py -m slow -o timeout=900
+
+# Each target of tests/fuzz so often, from a new seed each time; KVSTORE_FUZZ_SEED=... sees a failure again.
+FUZZ_EXECUTIONS ?= 1000000
+fuzz: dev
+	KVSTORE_FUZZ_EXECUTIONS=$(FUZZ_EXECUTIONS) $(BIN)/pytest tests/fuzz -o timeout=21600 $(PYTEST_ARGS)
 
 # GPU_PYTHON names another Python that has kvstore, torch with CUDA, CuPy and pytest.
 GPU_PYTHON ?= $(BIN)/python
