@@ -232,7 +232,10 @@ class KvStore(Protocol):
     def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
     ) -> Pin:
-        """Protect the stored prefix of `tokens` from eviction; pinning 0 blocks is allowed and protects nothing."""
+        """Protect the stored prefix of `tokens` from eviction; pinning 0 blocks is allowed and protects nothing.
+
+        It ends after `ttl_seconds`, more than 0 and below 1e9; None is for no limit.
+        """
         ...
 
     def unpin(self, pin_id: int) -> bool:

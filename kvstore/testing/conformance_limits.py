@@ -260,8 +260,9 @@ class LimitConformance:
             store.stage(BASE, PROMPT, from_block=BLOCKS + 1)
         with pytest.raises(InvalidArgumentError, match="from_block"):
             store.stage(BASE, PROMPT, from_block=-1)
-        with pytest.raises(InvalidArgumentError, match="ttl_seconds"):
-            store.pin(BASE, PROMPT, ttl_seconds=0)
+        for ttl_seconds in (0, -1, 1e9, float("nan")):
+            with pytest.raises(InvalidArgumentError, match="ttl_seconds"):
+                store.pin(BASE, PROMPT, ttl_seconds=ttl_seconds)
         with store.lease(store.match(BASE, PROMPT, touch=False)) as lease:
             with pytest.raises(InvalidBufferError):
                 lease.load_into(bytearray(LAYOUT.block_bytes + 1))
