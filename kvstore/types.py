@@ -16,6 +16,7 @@ from kvstore.layer_groups import (
     LayoutPart,
     Recurrent,
     SlidingWindow,
+    require_choice,
     stage_layers,
     tensor_writers,
 )
@@ -434,8 +435,7 @@ def _check_counts(layout: KvLayout) -> None:
 
 
 def _check_form(layout: KvLayout) -> None:
-    if layout.dtype not in DTYPE_BYTES:
-        raise InvalidLayoutError(f"layout.dtype is {layout.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+    require_choice(layout.dtype, "layout.dtype", DTYPE_BYTES)
     if layout.kv_form not in tuple(KvForm):
         raise InvalidLayoutError(f"layout.kv_form is {layout.kv_form!r}, expected one of {', '.join(KvForm)}")
     if layout.kv_form == KvForm.LATENT and layout.kv_heads != 1:

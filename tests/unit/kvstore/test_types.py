@@ -134,6 +134,7 @@ def test_a_contradictory_group_is_refused(group: type, change: dict[str, Any], p
         ({"kv_heads": 2.5}, "layout.kv_heads is 2.5"),
         ({"block_tokens": 8192}, "at most 4096"),
         ({"dtype": "float13"}, "expected one of float32"),
+        ({"dtype": [1, 2]}, r"layout.dtype is \[1, 2\], expected one of float32"),
         ({"kv_form": "odd"}, "expected one of split, latent"),
         ({"kv_form": "latent"}, "expected 1 for the latent form"),
         ({"tensor_parallel": 3}, "a divisor or a multiple of kv_heads"),
