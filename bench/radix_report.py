@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = (("match", 1024), ("match", 8192), ("match", 32768), ("match", 131072), ("miss", 8192))
+LABELS = {"kvstore_lru": "kvstore, recency alone"}
 HEADER = "| p50 (p99) in us | 1k | 8k | 32k | 128k | 8k, a miss | new blocks/s | bytes a block |"
 
 
@@ -27,7 +28,7 @@ def table(result: dict[str, Any]) -> str:
         cells = [f"{_short(timed[key]['p50_us'])} ({_short(timed[key]['p99_us'])})" for key in COLUMNS]
         rate = next(row["blocks_per_s"] for row in mine if row["op"] == "insert")
         size = next(row["bytes_per_block"] for row in mine if row["op"] == "memory")
-        lines.append(f"| {peer} | {' | '.join(cells)} | {rate / 1e6:.1f} M | {size:.0f} |")
+        lines.append(f"| {LABELS.get(peer, peer)} | {' | '.join(cells)} | {rate / 1e6:.1f} M | {size:.0f} |")
     scaling = {row["op"]: row["scaling"] for row in rows if "scaling" in row}
     check = next(row["seconds"] for row in rows if row["op"] == "check_integrity")
     lines += [
