@@ -14,8 +14,7 @@ from kvstore.store.placement import Budget
 _STORED_PER_LOADED = 20
 # Of the bandwidth of memory, what is stored without any reuse: about what a GPU of today computes, so that filling a
 # cache ahead of traffic is held back by nothing, and a flood cannot take the machine's memory from the engines. An
-# engine on the same cores can be given less: with 1/400 even one that only copies loses less than 2 %
-# (bench/bench_no_reuse.py).
+# engine on the same cores can be given less; bench/bench_no_reuse.py measures it with 1/400.
 _COPY_RATIO = 0.1
 _BURST_BYTES_MIN = 256 << 20
 _PROBE_BYTES = 32 << 20  # more than caches hold
