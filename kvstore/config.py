@@ -79,10 +79,16 @@ class ServerConfig:
     unix_mode: str = _setting("0600", Kind.TEXT, "Mode of Unix sockets, octal; 0660 lets server.unix_group in.")
     unix_group: str = _setting("", Kind.TEXT, "Group of Unix sockets, by name or number; empty: the server's own.")
     metrics_address: str = _setting(
-        "", Kind.TEXT, "host:port of the Prometheus page /metrics, on loopback (port 0: any); empty: no page."
+        "", Kind.TEXT, "host:port of /metrics, /livez and /readyz, on loopback (port 0: any); empty: no pages."
     )
     grace_seconds: float = _setting(
         5.0, Kind.DURATION, "How long open calls may still run after SIGTERM or SIGINT.", maximum=3600
+    )
+    stall_seconds_max: float = _setting(
+        60.0,
+        Kind.DURATION,
+        "An event loop that stands still for so long ends the process, to be restarted by its supervisor; 0s: never.",
+        maximum=3600,
     )
 
 

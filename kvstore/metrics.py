@@ -14,11 +14,9 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-
-from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +31,6 @@ Sample = tuple[tuple[str, ...], float]
 CALL_SECONDS_BUCKETS = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
-_LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +178,8 @@ CALL_SECONDS = "kvstore_call_seconds"
 CALL_SECONDS_SENTENCE = "Duration of calls, by method and status."
 BUILD_INFO = "kvstore_build_info"
 BUILD_INFO_SENTENCE = "Always 1; the version is a label."
+LOOP_STALLS = "kvstore_loop_stalls_total"
+LOOP_STALLS_SENTENCE = "Times that the event loop stood still for seconds; the log says where."
 
 
 @dataclass(slots=True)
@@ -379,10 +378,11 @@ MEMORY_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Where the numbers of a store are read at each scrape."""
+    """Where the numbers of a store and of the loop that serves it are read at each scrape."""
 
     stats: Callable[[], StoreStats]
     memory: Callable[[], MemoryState]
+    loop_stalls: Callable[[], int]
 
 
 class StoreCollector(Collector):
@@ -398,6 +398,9 @@ class StoreCollector(Collector):
         build = GaugeMetricFamily(BUILD_INFO, BUILD_INFO_SENTENCE, labels=("version",))
         build.add_metric((self._version,), 1)
         yield build
+        stalls = CounterMetricFamily(LOOP_STALLS, LOOP_STALLS_SENTENCE)
+        stalls.add_metric((), self._readers.loop_stalls())
+        yield stalls
         for metric in PROCESS_METRICS:
             yield _family(metric, metric.read(self._process))
         memory = self._readers.memory()
@@ -419,7 +422,7 @@ def _family(metric: StoreMetric | ProcessMetric | MemoryMetric, samples: Iterabl
 def metric_names() -> tuple[str, ...]:
     """Every metric of ours, as scraped."""
     declared = (*PROCESS_METRICS, *MEMORY_METRICS, *STORE_METRICS)
-    return (BUILD_INFO, CALL_SECONDS, *(metric.name for metric in declared))
+    return (BUILD_INFO, LOOP_STALLS, CALL_SECONDS, *(metric.name for metric in declared))
 
 
 def make_registry(readers: Readers, process: ProcessState, calls: CallMetrics, version: str) -> CollectorRegistry:
@@ -429,42 +432,3 @@ def make_registry(readers: Readers, process: ProcessState, calls: CallMetrics, v
     registry.register(StoreCollector(readers, process, version))
     ProcessCollector(registry=registry)
     return registry
-
-
-class MetricsPage:
-    """`/metrics` over HTTP on a loopback address, served by threads of its own until close()."""
-
-    def __init__(self, registry: CollectorRegistry, address: str) -> None:
-        host, port = _host_and_port(address)
-        try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as err:
-            raise ConfigError(
-                f"server.metrics_address is {address!r}: cannot listen there: {err.strerror}; choose another port "
-                "(--metrics HOST:PORT)"
-            ) from err
-        self.address = f"{_bracketed(host)}:{self._server.server_port}"
-
-    def close(self) -> None:
-        """Stop serving; idempotent."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"server.metrics_address is {address!r}, expected HOST:PORT, such as 127.0.0.1:9464")
-    if host not in _LOOPBACK_HOSTS:
-        raise ConfigError(
-            f"server.metrics_address is {address!r}, expected a host of {', '.join(_LOOPBACK_HOSTS)}: the page has "
-            "no access control; put a scraper or a proxy on this host"
-        )
-    return host, int(port)

@@ -24,7 +24,9 @@ import uvloop
 from kvstore import __version__
 from kvstore.config import Config, read_secret
 from kvstore.log_lines import log_to_stderr
-from kvstore.metrics import CallMetrics, MetricsPage, Readers, make_registry
+from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
+from kvstore.metrics import CallMetrics, Readers, make_registry
+from kvstore.node_pages import NodeHealth, NodePages
 from kvstore.quantities import format_size
 from kvstore.store import Quota, StoreSettings, open_store
 from kvstore.tiers.memory_limit import memory_limit, share_bytes
@@ -46,6 +48,8 @@ _MALLOC_OPTIONS = {
     -3: 32 * _MIB,  # M_MMAP_THRESHOLD: smaller blocks come from that pool
     -1: 32 * _MIB,  # M_TRIM_THRESHOLD: what the pool may keep at its end
 }
+# EX_SOFTWARE of sysexits.h: neither a stop that was asked for nor a mistake of the user.
+_EXIT_STALLED = 70
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -67,13 +71,16 @@ def run(config: Config, *, ready: TextIO) -> None:
         server = TransportServer(
             store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls, security=security
         )
-        registry = make_registry(Readers(store.stats, store.host_memory), server, calls, __version__)
+        watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
+        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls)
+        registry = make_registry(readers, server, calls, __version__)
+        health = NodeHealth(lambda: _trouble(watch, server), lambda: server.unready)
         address = config.server.metrics_address
-        page = stack.enter_context(contextlib.closing(MetricsPage(registry, address))) if address else None
+        pages = stack.enter_context(contextlib.closing(NodePages(registry, health, address))) if address else None
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
-            uvloop.run(_serve(config, store, server, page, ready))
+            uvloop.run(watch.over(_serve(config, store, server, pages, ready)))
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     logger.info("stopped")
@@ -127,9 +134,22 @@ def _quota(quota: QuotaConfig) -> Quota:
     return Quota(**{**values, "tenant": quota.tenant or None, "model": quota.model or None})
 
 
-async def _serve(
-    config: Config, store: Store, server: TransportServer, page: MetricsPage | None, ready: TextIO
-) -> None:
+def _end_turns(stall_seconds_max: float) -> int | None:
+    return max(STALL_TURNS, round(stall_seconds_max / TURN_SECONDS)) if stall_seconds_max else None
+
+
+def _end() -> None:
+    """End the process without asking the loop that hangs. What this leaves behind is what kill -9 leaves."""
+    os._exit(_EXIT_STALLED)
+
+
+def _trouble(watch: LoopWatch, server: TransportServer) -> str | None:
+    if watch.stalled:
+        return "the event loop stands still"
+    return f"threads have ended: {', '.join(server.dead_threads)}" if server.dead_threads else None
+
+
+async def _serve(config: Config, store: Store, server: TransportServer, pages: NodePages | None, ready: TextIO) -> None:
     stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
@@ -141,7 +161,7 @@ async def _serve(
     # What is there now stays to the end. Looking through it for garbage would stop every call for 20 ms at times.
     gc.collect()
     gc.freeze()
-    metrics = None if page is None else page.address
+    metrics = None if pages is None else pages.address
     for name, tier in store.stats().tiers.items():
         logger.info("tier ready: tier=%s capacity=%s blocks=%d", name, format_size(tier.capacity_bytes), tier.blocks)
     memory = store.host_memory()

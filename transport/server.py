@@ -91,9 +91,23 @@ class TransportServer:
         self._bound: list[BoundAddress] = []
 
     @property
+    def unready(self) -> str | None:
+        """Why calls are not taken now; None: they are."""
+        if self._lane.stopping:
+            return "stopping"
+        return None if self._bound and self._looking is not None else "starting"
+
+    @property
+    def dead_threads(self) -> list[str]:
+        """Threads that serve calls and have ended though nobody stopped them."""
+        passages = self._passages
+        return [] if passages is None or passages.alive else [passages.thread_name]
+
+    @property
     def failures(self) -> int:
         """Calls, and ends of leases and stages, that failed with an error that is none of kvstore's own."""
-        return self._root.failures + self._state.unended_handles
+        passages = 0 if self._passages is None else self._passages.failures
+        return self._root.failures + self._state.unended_handles + passages
 
     async def start(self) -> list[str]:
         """Bind and serve; returns the addresses with their real ports.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import select
@@ -26,6 +27,8 @@ from kvstore.transport.tls_stream import PASSAGE_BYTES, TlsPassage
 if TYPE_CHECKING:
     from kvstore.transport.admission import Origins
     from kvstore.transport.principal import Origin
+
+logger = logging.getLogger(__name__)
 
 _PIPE_BYTES = 256 * 1024
 _EVENTS_MAX = 64
@@ -113,6 +116,8 @@ class Passages:
     `_lock` guards `_new`, `_names` and `_stopping`; everything else belongs to the thread.
     """
 
+    thread_name = "kvstore-splice"
+
     def __init__(self, inner: int, origins: Origins) -> None:
         """`inner` is a descriptor of the socket file that gRPC listens on; it belongs to this object from now on."""
         self._inner = inner
@@ -121,13 +126,19 @@ class Passages:
         self._new: list[_Passage | TlsPassage] = []
         self._names: dict[_Passage | TlsPassage, str] = {}
         self._stopping = False
+        self.failures = 0  # connections that failed with an error that is none of the sockets'
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._by_fd: dict[int, tuple[_Passage | TlsPassage, int]] = {}
         self._scratch = memoryview(bytearray(PASSAGE_BYTES))
-        self._thread = threading.Thread(target=self._run, name="kvstore-splice", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether connections are passed on; they are from the first moment until stop()."""
+        return self._thread.is_alive() or self._stopping
 
     @property
     def count(self) -> int:
@@ -183,7 +194,7 @@ class Passages:
                 return
             for fd, events in ready:
                 if fd in self._by_fd:
-                    self._step(self._by_fd[fd][0], fd, events)
+                    self._step_safely(self._by_fd[fd][0], fd, events)
 
     def _take_new(self) -> bool:
         os.eventfd_read(self._wake)
@@ -197,8 +208,23 @@ class Passages:
                 self._epoll.register(connected.fileno(), _READ)
                 self._by_fd[connected.fileno()] = (passage, _READ)
             if isinstance(passage, TlsPassage):  # what was decrypted already wakes nobody
-                self._step(passage, passage.sockets[0].fileno(), 0)
+                self._step_safely(passage, passage.sockets[0].fileno(), 0)
         return True
+
+    def _step_safely(self, passage: _Passage | TlsPassage, fd: int, events: int) -> None:
+        """The root of what happens on one connection: whatever goes wrong there ends that one and no other."""
+        try:
+            self._step(passage, fd, events)
+        except Exception:
+            logger.exception("a connection to gRPC failed and was ended")
+            self.failures += 1
+            self._forget(passage)
+
+    def _forget(self, passage: _Passage | TlsPassage) -> None:
+        for connected in passage.sockets:
+            self._epoll.unregister(connected.fileno())
+            del self._by_fd[connected.fileno()]
+        self._close(passage)
 
     def _close(self, passage: _Passage | TlsPassage) -> None:
         passage.close()
@@ -208,10 +234,7 @@ class Passages:
 
     def _step(self, passage: _Passage | TlsPassage, fd: int, events: int) -> None:
         if not passage.move(fd, events):
-            for connected in passage.sockets:
-                self._epoll.unregister(connected.fileno())
-                del self._by_fd[connected.fileno()]
-            self._close(passage)
+            self._forget(passage)
             return
         for connected, wanted in zip(passage.sockets, passage.interests(), strict=True):
             if self._by_fd[connected.fileno()][1] != wanted:

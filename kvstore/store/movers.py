@@ -28,7 +28,8 @@ class Job(Protocol):
 class Movers:
     """A bounded queue and the threads that work it off. Thread-safe; its lock is never held while a job runs.
 
-    The threads start with the first job. A job that raises is logged and passed to `on_failure`; the threads go on.
+    The threads start with the first job. A job that raises is logged and passed to `on_failure`; the threads go on, and
+    one that has died all the same is replaced at the next job.
     """
 
     def __init__(self, *, threads: int, jobs_max: int, on_failure: Callable[[], None]) -> None:
@@ -47,13 +48,7 @@ class Movers:
             if self._closed or len(self._waiting) + self._running >= self._jobs_max:
                 return False
             self._waiting.append(job)
-            if not self._threads:
-                self._threads = [
-                    threading.Thread(target=self._work, name=f"kvstore-mover-{number}", daemon=True)
-                    for number in range(self._thread_count)
-                ]
-                for thread in self._threads:
-                    thread.start()
+            self._man()
             self._changed.notify()
             return True
 
@@ -83,6 +78,14 @@ class Movers:
             job.drop()
         for thread in threads:
             thread.join()
+
+    def _man(self) -> None:
+        """Start the threads that are missing: all at first, later such as have died."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for number in range(len(self._threads), self._thread_count):
+            thread = threading.Thread(target=self._work, name=f"kvstore-mover-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,20 +148,50 @@ def test_what_was_committed_is_found_again_after_a_stop(tmp_path):
     assert np.array_equal(payload(), loaded)
 
 
-def test_a_second_signal_ends_a_stop_that_waits_for_a_call(tmp_path):
-    with sidecar("--listen", f"unix://{tmp_path}/s", "--set", "server.grace_seconds=1h") as running:
-        waiting = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvstore.cli", "events", "--address", running.address, "--follow"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        with waiting:
-            with kvstore.connect(running.address) as client:
-                client.stats()
+def test_the_pages_tell_whether_the_sidecar_lives_and_is_ready(tmp_path):
+    listen = ("--listen", f"unix://{tmp_path}/s", "--metrics", "127.0.0.1:0")
+    with sidecar(*listen, "--set", "server.grace_seconds=1h") as running:
+        assert [(200, "ok"), (200, "ok")] == [page(running, path) for path in ("/livez", "/readyz")]
+
+        with call_that_waits(running):
             running.process.send_signal(signal.SIGTERM)
-            running.log_line("stopping:")
-            running.process.send_signal(signal.SIGTERM)
-            assert -signal.SIGTERM == running.process.wait(timeout=30)
+            running.log_line("stopping")
+            while page(running, "/readyz") == (200, "ok"):
+                pass
+            assert [(200, "ok"), (503, "stopping")] == [page(running, path) for path in ("/livez", "/readyz")]
+
+
+@contextlib.contextmanager
+def call_that_waits(running: Sidecar):
+    """A client in the middle of a call that a stop gives time to."""
+    store_prompt(running.address)
+    waiting = subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvstore.cli", "events", "--address", running.address, "--follow"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    with waiting:
+        try:
+            waiting.stdout.readline()
+            yield
+        finally:
             waiting.kill()
+
+
+def page(running: Sidecar, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{running.ready['metrics']}{path}") as answer:
+            return answer.status, answer.read().decode().strip()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode().strip()
+
+
+def test_a_second_signal_ends_a_stop_that_waits_for_a_call(tmp_path):
+    flags = ("--listen", f"unix://{tmp_path}/s", "--set", "server.grace_seconds=1h")
+    with sidecar(*flags) as running, call_that_waits(running):
+        running.process.send_signal(signal.SIGTERM)
+        running.log_line("stopping:")
+        running.process.send_signal(signal.SIGTERM)
+        assert -signal.SIGTERM == running.process.wait(timeout=30)
 
 
 def test_the_metrics_page_moves_with_what_is_done(tmp_path):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-import urllib.request
 from dataclasses import fields, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.errors import ConfigError
 from kvstore.metrics import (
     CALL_SECONDS_BUCKETS,
     STORE_METRICS,
     CallMetrics,
-    MetricsPage,
     Readers,
     make_registry,
     metric_names,
@@ -24,6 +18,9 @@ from kvstore.metrics import (
 from kvstore.tiers.extent_stock import HostMemoryState
 from kvstore.tiers.huge_pages import PageKind
 from kvstore.types import StoreStats, TierStats, WhatIf
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 STATS = StoreStats(
     tiers={"host": TierStats(1000, 600, 6), "disk": TierStats(9000, 2000, 20)},
@@ -64,7 +61,7 @@ MEMORY = HostMemoryState(
     held_extents=24,
     refused_extents=25,
 )
-READERS = Readers(lambda: STATS, lambda: MEMORY)
+READERS = Readers(lambda: STATS, lambda: MEMORY, lambda: 32)
 
 
 class Process:
@@ -74,6 +71,58 @@ class Process:
     resent_prompts = 22
     refused_by_tenant_limits: ClassVar = {"rate": 23}
     reloads: ClassVar = {("tls", "ok"): 24}
+
+
+EXPECTED = {
+    ("kvstore_build_info", "1.2.3"): 1,
+    ("kvstore_loop_stalls_total", ""): 32,
+    ("kvstore_failures_total", ""): 17,
+    ("kvstore_connections", "wire"): 19,
+    ("kvstore_connections", "grpc"): 20,
+    ("kvstore_tenant_refusals_total", "rate"): 23,
+    ("kvstore_reloads_total", "tls,ok"): 24,
+    ("kvstore_refused_connections_total", "full"): 21,
+    ("kvstore_resent_prompts_total", ""): 22,
+    ("kvstore_tier_capacity_bytes", "host"): 1000,
+    ("kvstore_tier_capacity_bytes", "disk"): 9000,
+    ("kvstore_tier_used_bytes", "host"): 600,
+    ("kvstore_tier_used_bytes", "disk"): 2000,
+    ("kvstore_tier_blocks", "host"): 6,
+    ("kvstore_tier_blocks", "disk"): 20,
+    ("kvstore_namespaces", ""): 2,
+    ("kvstore_lookups_total", ""): 3,
+    ("kvstore_lookup_tokens_total", ""): 480,
+    ("kvstore_hit_tokens_total", "host"): 160,
+    ("kvstore_hit_tokens_total", "disk"): 32,
+    ("kvstore_loaded_tokens_total", "host"): 144,
+    ("kvstore_stored_blocks_total", ""): 11,
+    ("kvstore_present_blocks_total", ""): 4,
+    ("kvstore_rejected_blocks_total", "full"): 5,
+    ("kvstore_evicted_blocks_total", "space"): 7,
+    ("kvstore_evicted_blocks_total", "clear"): 8,
+    ("kvstore_corrupt_blocks_total", ""): 1,
+    ("kvstore_disk_faults_total", "read_error"): 18,
+    ("kvstore_host_extents", ""): 23,
+    ("kvstore_host_held_extents", ""): 24,
+    ("kvstore_host_refused_extents_total", ""): 25,
+    ("kvstore_host_touched_bytes", ""): 700,
+    ("kvstore_host_huge_page_bytes", ""): 512,
+    ("kvstore_host_locked_bytes", ""): 256,
+    ("kvstore_prefetches_total", "done"): 23,
+    ("kvstore_prefetched_blocks_total", ""): 24,
+    ("kvstore_disk_written_bytes_total", ""): 25,
+    ("kvstore_moves", ""): 26,
+    ("kvstore_leases", ""): 12,
+    ("kvstore_stages", ""): 13,
+    ("kvstore_pins", ""): 14,
+    ("kvstore_index_bytes", ""): 4096,
+    ("kvstore_policy_bytes", ""): 2048,
+    ("kvstore_quarantined_slots", ""): 7,
+    ("kvstore_sparse_blocks", ""): 30,
+    ("kvstore_shortened_tokens_total", ""): 31,
+    ("kvstore_what_if_capacity_bytes", "host,0.5"): 500,
+    ("kvstore_what_if_hit_ratio", "host,0.5"): 0.25,
+}
 
 
 def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
@@ -88,56 +137,7 @@ def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
 def test_each_store_metric_has_the_exact_value_of_the_store():
     found = values(make_registry(READERS, Process(), CallMetrics(), "1.2.3"))
 
-    expected = {
-        ("kvstore_build_info", "1.2.3"): 1,
-        ("kvstore_failures_total", ""): 17,
-        ("kvstore_connections", "wire"): 19,
-        ("kvstore_connections", "grpc"): 20,
-        ("kvstore_tenant_refusals_total", "rate"): 23,
-        ("kvstore_reloads_total", "tls,ok"): 24,
-        ("kvstore_refused_connections_total", "full"): 21,
-        ("kvstore_resent_prompts_total", ""): 22,
-        ("kvstore_tier_capacity_bytes", "host"): 1000,
-        ("kvstore_tier_capacity_bytes", "disk"): 9000,
-        ("kvstore_tier_used_bytes", "host"): 600,
-        ("kvstore_tier_used_bytes", "disk"): 2000,
-        ("kvstore_tier_blocks", "host"): 6,
-        ("kvstore_tier_blocks", "disk"): 20,
-        ("kvstore_namespaces", ""): 2,
-        ("kvstore_lookups_total", ""): 3,
-        ("kvstore_lookup_tokens_total", ""): 480,
-        ("kvstore_hit_tokens_total", "host"): 160,
-        ("kvstore_hit_tokens_total", "disk"): 32,
-        ("kvstore_loaded_tokens_total", "host"): 144,
-        ("kvstore_stored_blocks_total", ""): 11,
-        ("kvstore_present_blocks_total", ""): 4,
-        ("kvstore_rejected_blocks_total", "full"): 5,
-        ("kvstore_evicted_blocks_total", "space"): 7,
-        ("kvstore_evicted_blocks_total", "clear"): 8,
-        ("kvstore_corrupt_blocks_total", ""): 1,
-        ("kvstore_disk_faults_total", "read_error"): 18,
-        ("kvstore_host_extents", ""): 23,
-        ("kvstore_host_held_extents", ""): 24,
-        ("kvstore_host_refused_extents_total", ""): 25,
-        ("kvstore_host_touched_bytes", ""): 700,
-        ("kvstore_host_huge_page_bytes", ""): 512,
-        ("kvstore_host_locked_bytes", ""): 256,
-        ("kvstore_prefetches_total", "done"): 23,
-        ("kvstore_prefetched_blocks_total", ""): 24,
-        ("kvstore_disk_written_bytes_total", ""): 25,
-        ("kvstore_moves", ""): 26,
-        ("kvstore_leases", ""): 12,
-        ("kvstore_stages", ""): 13,
-        ("kvstore_pins", ""): 14,
-        ("kvstore_index_bytes", ""): 4096,
-        ("kvstore_policy_bytes", ""): 2048,
-        ("kvstore_quarantined_slots", ""): 7,
-        ("kvstore_sparse_blocks", ""): 30,
-        ("kvstore_shortened_tokens_total", ""): 31,
-        ("kvstore_what_if_capacity_bytes", "host,0.5"): 500,
-        ("kvstore_what_if_hit_ratio", "host,0.5"): 0.25,
-    }
-    assert expected == {name: value for name, value in found.items() if name[0].startswith("kvstore_")}
+    assert EXPECTED == {name: value for name, value in found.items() if name[0].startswith("kvstore_")}
 
 
 @pytest.mark.parametrize("name", [item.name for item in fields(StoreStats)])
@@ -152,7 +152,7 @@ def test_every_counter_of_the_store_moves_a_metric(name):
 
     before = values(make_registry(READERS, Process(), CallMetrics(), "1"))
     after = values(
-        make_registry(Readers(lambda: replace(STATS, **{name: changed}), lambda: MEMORY), Process(), CallMetrics(), "1")
+        make_registry(replace(READERS, stats=lambda: replace(STATS, **{name: changed})), Process(), CallMetrics(), "1")
     )
 
     moved = [key for key in after if key[0].startswith("kvstore_") and after[key] != before.get(key)]
@@ -204,33 +204,3 @@ def test_names_have_base_units_and_each_is_declared_once():
     assert len(names) == len(set(names))
     assert [] == [metric.name for metric in STORE_METRICS if not metric.sentence.endswith(".")]
     assert [] == [name for name in names if ":" in name or name.endswith(("_ms", "_mb", "_gb", "_percent"))]
-
-
-def test_the_page_serves_the_registry_on_a_free_port_until_closed():
-    page = MetricsPage(make_registry(READERS, Process(), CallMetrics(), "1"), "127.0.0.1:0")
-    with urllib.request.urlopen(f"http://{page.address}/metrics") as response:
-        text = response.read().decode()
-    page.close()
-    page.close()
-
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert 480 == families["kvstore_lookup_tokens"].samples[0].value
-    with socket.socket() as probe:
-        host, port = page.address.split(":")
-        assert 0 != probe.connect_ex((host, int(port)))
-
-
-def test_a_taken_port_is_one_line_that_names_it():
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        address = f"127.0.0.1:{holder.getsockname()[1]}"
-
-        with pytest.raises(ConfigError, match=address):
-            MetricsPage(CollectorRegistry(), address)
-
-
-@pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", "0.0.0.0:0", "example.org:80"])
-def test_an_address_that_is_malformed_or_not_on_loopback_is_refused(address):
-    with pytest.raises(ConfigError, match=r"server\.metrics_address"):
-        MetricsPage(CollectorRegistry(), address)

@@ -107,3 +107,23 @@ def test_a_job_that_raises_is_counted_and_the_thread_goes_on(caplog: pytest.LogC
     movers.close()
     assert [1] == failures
     assert "moving blocks failed" in caplog.text
+
+
+def test_a_thread_that_has_died_is_replaced_at_the_next_job(monkeypatch):
+    ended: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    movers = new_movers()
+    deadly = Job(SystemExit())  # type: ignore[arg-type]  # nothing that a job should raise: the thread does not catch it
+    deadly.go_on.set()
+    assert movers.offer(deadly)
+    assert deadly.outcome.wait(10)
+    while any(thread.name.startswith("kvstore-mover") for thread in threading.enumerate()):
+        pass
+
+    job = Job()
+    job.go_on.set()
+    assert movers.offer(job)
+    assert job.outcome.wait(10)
+    movers.close()
+    assert "run" == job.fate
+    assert 0 == movers.depth

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.transport import wire_splice
 from kvstore.transport.admission import Origins
 from kvstore.transport.principal import Carrier, Origin
 from kvstore.transport.wire_splice import Passages
@@ -124,6 +125,26 @@ def test_a_client_that_is_gone_costs_nothing_while_the_other_side_stays(inner: I
     client.close()
     wait_until(lambda: inner.passages.count == 0)
     there.close()
+
+
+def test_an_error_on_one_connection_ends_that_one_and_is_counted(inner: Inner, monkeypatch: pytest.MonkeyPatch):
+    other, other_there = inner.connect()
+    client, there = inner.connect()
+    move = wire_splice._Passage.move
+
+    def fail_for_one(passage: wire_splice._Passage, fd: int, events: int) -> bool:
+        if passage.sockets[1].getsockname() == inner.peer:
+            raise ValueError("a mistake")
+        return move(passage, fd, events)
+
+    monkeypatch.setattr(wire_splice._Passage, "move", fail_for_one)
+    client.sendall(b"lost")
+    wait_until(lambda: inner.passages.failures == 1)
+    other.sendall(b"kept")
+    assert b"kept" == receive(other_there, 4)
+    assert (1, True) == (inner.passages.count, inner.passages.alive)
+    for end in (client, there, other, other_there):
+        end.close()
 
 
 def test_nothing_is_left_after_the_stop(tmp_path: Path):
