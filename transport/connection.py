@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import grpc
 import numpy as np
@@ -48,10 +51,21 @@ _OPTIONS = (
 )
 
 
+class _GrpcProcess:
+    """The process that uses gRPC: the only one that may, of it and its children."""
+
+    id: int | None = None
+
+
+_process = _GrpcProcess()
+_connections: WeakSet[Connection] = WeakSet()
+
+
 class Connection:
     """A kvstore.transport.link.Link over gRPC: a channel and its session. Thread-safe.
 
-    Once ended it stays so: make another one.
+    Once ended it stays so: make another one. A child of a fork can neither use it nor make another: gRPC has what it
+    waits for in an epoll that both processes have, and events of the child's would crash the parent.
     The constructor opens the session and raises UnavailableError if that takes too long.
     """
 
@@ -59,8 +73,15 @@ class Connection:
 
     def __init__(self, address: UnixAddress | TcpAddress, ends_at: float) -> None:
         self._address = str(address)
+        if _process.id not in (None, os.getpid()):
+            raise UnavailableError(
+                f"{self._address} cannot be asked over gRPC in the child of a fork whose parent used gRPC; use the "
+                "fast lane (unix:///..., host:port), or start processes by spawn"
+            )
+        _process.id = os.getpid()
         self._metadata = address.credentials.metadata() if address.credentials is not None else ()
         self._channel: Any = _channel(address)
+        self._left_behind = False
         self._ended = threading.Event()
         self._greeting: Future[pb.SessionResponse] = Future()
         self._ids = count(1)
@@ -69,6 +90,7 @@ class Connection:
         self._stream = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)(
             self._session_requests(), metadata=self._metadata
         )
+        _connections.add(self)
         self._follower = threading.Thread(target=self._follow_session, name="kvstore-session", daemon=True)
         self._follower.start()
         try:
@@ -87,12 +109,22 @@ class Connection:
 
     def close(self) -> None:
         """End the session and the channel; idempotent. The server releases what the session held."""
+        if self._left_behind:
+            return
         self._end()
         self._follower.join()
         # gRPC waits in there for calls whose bytes are stuck in a full socket, until that is taken or broken.
         closing = threading.Thread(target=self._channel.close, name="kvstore-channel-end", daemon=True)
         closing.start()
         closing.join(_GRACE_SECONDS)
+
+    def leave_to_parent(self) -> None:
+        """In the child of a fork: the session and the channel stay the parent's, and nothing here may end them."""
+        self._left_behind = True
+        self._ended.set()
+        for shared in (self._channel, self._stream):
+            # Nor the end of this process: what is never freed is never closed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))
 
     def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
@@ -211,6 +243,8 @@ class Connection:
             yield frames.encode_frame(pb.WriteRequest, source[begin : begin + frame_bytes])
 
     def _check_open(self) -> None:
+        if self._left_behind:
+            raise UnavailableError(f"the session with {self._address} is that of the parent of this fork")
         if self.ended:
             raise UnavailableError(f"the session with {self._address} has ended, and what it held with it")
 
@@ -240,6 +274,14 @@ class Connection:
     def _end(self) -> None:
         self._ended.set()
         self._stream.cancel()
+
+
+def _leave_all_to_parent() -> None:
+    for connection in _connections:
+        connection.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def seconds_left(ends_at: float) -> float:

@@ -65,8 +65,7 @@ class StoreLease:
         if from_block < 0:
             raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
         with self._lock:
-            if not self._open:
-                raise ClosedError("the lease has ended: it was released, its time was over, or the store is closed")
+            self._check_open()
             if part is not None and layout.group_of(part) is not None:
                 loaded, requested = self._sparse.load(rows, from_block, part)
             else:
@@ -87,8 +86,7 @@ class StoreLease:
             yield []  # sparse parts are read by copies
             return
         with self._lock:
-            if not self._open:
-                raise ClosedError("the lease has ended: it was released, its time was over, or the store is closed")
+            self._check_open()
             ids = self._ids[from_block : from_block + blocks]
             with self._index.lock:
                 slots = self._space.tree.slots(ids, Tier.HOST)
@@ -115,6 +113,17 @@ class StoreLease:
             freed = self._space.release(self._ids, self._sparse.hold)
         self._index.settle(freed)
         self._forget(self)
+
+    def leave_to_parent(self) -> None:
+        """In the child of a fork: the lease stays the parent's, and is over here."""
+        self._lock = threading.Lock()
+        self._open = False
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ClosedError(
+                "the lease has ended: it was released, its time was over, the store is closed, or this process forked"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -238,6 +238,11 @@ class StoreStage:
                 self._finish(0, [])
         self._forget(self)
 
+    def leave_to_parent(self) -> None:
+        """In the child of a fork: the stage stays the parent's, and is over here."""
+        self._lock = threading.Lock()
+        self._open = False
+
     def __enter__(self) -> Self:
         return self
 
@@ -253,7 +258,8 @@ class StoreStage:
         """Raise ClosedError if the stage has ended."""
         if not self._open:
             raise ClosedError(
-                "the stage has ended: it was committed or aborted, its time was over, or its store closed"
+                "the stage has ended: it was committed or aborted, its time was over, its store closed, or this "
+                "process forked"
             )
 
     def _finish(self, count: int, keys: Sequence[bytes]) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -47,7 +49,6 @@ from kvstore.types import (
 )
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Sequence
     from types import TracebackType
 
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PROBLEMS_MAX = 1000
 _IDLE_SLICES = 16
+_stores: WeakSet[Store] = WeakSet()
 _MOVER_THREADS = 2
 
 
@@ -84,6 +86,8 @@ class Store:
         self._stages: set[StoreStage] = set()
         self._shared = SharedStages()
         self._open = True
+        self._left_behind = False
+        _stores.add(self)
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace; see kvstore.api.KvStore."""
@@ -378,6 +382,15 @@ class Store:
             if self._disk is not None:
                 self._disk.close()
 
+    def leave_to_parent(self) -> None:
+        """In the child of a fork: the store with its memory, files and threads stays the parent's, and is over here."""
+        self._open = False
+        self._left_behind = True
+        for lease in self._leases:
+            lease.leave_to_parent()
+        for stage in self._stages:
+            stage.leave_to_parent()
+
     def __enter__(self) -> Self:
         return self
 
@@ -391,6 +404,8 @@ class Store:
         self._index.save_policies()
 
     def _check_open(self) -> None:
+        if self._left_behind:
+            raise ClosedError("the store is that of the parent of this fork; open one after the fork, or use a sidecar")
         if not self._open:
             raise ClosedError("the store is closed")
 
@@ -493,6 +508,14 @@ class Store:
             # What is not written now is when it leaves host memory.
             with self._index.lock:
                 self._index.accounting.rejected_blocks["write_queue"] += job.blocks
+
+
+def _leave_all_to_parent() -> None:
+    for store in _stores:
+        store.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def open_store(
