@@ -168,8 +168,14 @@ class GuardedServer:
     def _begin_to_probe(self) -> None:
         with self._lock:
             if not self._closing.is_set():
-                self._prober = threading.Thread(target=self._probe_until_well, name="kvstore-probe", daemon=True)
-                self._prober.start()
+                prober = threading.Thread(target=self._probe_until_well, name="kvstore-probe", daemon=True)
+                try:
+                    prober.start()
+                except RuntimeError:
+                    # No thread is to be had. Calls find out by themselves, as nobody else would ever close the breaker.
+                    self.breaker.end_probe(None)
+                else:
+                    self._prober = prober
 
     def _probe_until_well(self) -> None:
         backoff_seconds = BACKOFF_SECONDS_MIN

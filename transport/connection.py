@@ -87,12 +87,10 @@ class Connection:
         self._ids = count(1)
         self._namespaces = OpenNamespaces()
         self._callables: dict[str, Any] = {}  # by path, only ever added to; making one takes 20 us
-        self._stream = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)(
-            self._session_requests(), metadata=self._metadata
-        )
+        self._stream: Any = None
         _connections.add(self)
         self._follower = threading.Thread(target=self._follow_session, name="kvstore-session", daemon=True)
-        self._follower.start()
+        self._start()
         try:
             self.session = self._greeting.result(seconds_left(ends_at))
         except TimeoutError as err:
@@ -101,6 +99,18 @@ class Connection:
         except BaseException:
             self.close()
             raise
+
+    def _start(self) -> None:
+        """Open the session's stream, and a thread that follows it."""
+        open_session = self._callable(self._channel.stream_stream, CACHE, "Session", pb.SessionResponse)
+        try:
+            self._stream = open_session(self._session_requests(), metadata=self._metadata)
+            self._follower.start()
+        except RuntimeError as err:
+            # gRPC waits for ever at the end of a channel whose own thread could not be started.
+            _never_free(self._channel)
+            self._ended.set()
+            raise UnavailableError(f"cannot start a thread to ask {self._address}: {err}") from err
 
     @property
     def ended(self) -> bool:
@@ -115,16 +125,19 @@ class Connection:
         self._follower.join()
         # gRPC waits in there for calls whose bytes are stuck in a full socket, until that is taken or broken.
         closing = threading.Thread(target=self._channel.close, name="kvstore-channel-end", daemon=True)
-        closing.start()
-        closing.join(_GRACE_SECONDS)
+        try:
+            closing.start()
+        except RuntimeError:
+            self._channel.close()  # no thread is to be had: this one may wait a little
+        else:
+            closing.join(_GRACE_SECONDS)
 
     def leave_to_parent(self) -> None:
         """In the child of a fork: the session and the channel stay the parent's, and nothing here may end them."""
         self._left_behind = True
         self._ended.set()
         for shared in (self._channel, self._stream):
-            # Nor the end of this process: what is never freed is never closed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))
+            _never_free(shared)  # nor may the end of this process
 
     def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
@@ -258,6 +271,8 @@ class Connection:
             # How gRPC says that another thread has closed the channel; requests were built before.
             self._check_open()
             raise UnavailableError(f"the call to {self._address} failed: {err}") from err
+        except RuntimeError as err:  # of threading: gRPC has one for each stream of requests
+            raise UnavailableError(f"cannot start a thread to ask {self._address}: {err}") from err
 
     def _error_of(self, err: Any) -> KvstoreError:  # noqa: ANN401  # an RpcError that is a Call too
         metadata = tuple(err.trailing_metadata() or ())
@@ -284,13 +299,21 @@ def _leave_all_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
+def _never_free(shared: object) -> None:
+    """Keep an object of gRPC to the end of the process, so that nothing ever closes it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))
+
+
 def seconds_left(ends_at: float) -> float:
     """Time until then, as a time-out that is not refused."""
     return max(0.001, ends_at - time.monotonic())
 
 
 def _channel(address: UnixAddress | TcpAddress) -> Any:  # noqa: ANN401  # grpc has no types
-    if isinstance(address, TcpAddress) and address.tls:
-        credentials = address.credentials or Credentials()
-        return grpc.secure_channel(address.target, credentials.channel(), options=_OPTIONS)
-    return grpc.insecure_channel(address.target, options=_OPTIONS)
+    try:
+        if isinstance(address, TcpAddress) and address.tls:
+            credentials = address.credentials or Credentials()
+            return grpc.secure_channel(address.target, credentials.channel(), options=_OPTIONS)
+        return grpc.insecure_channel(address.target, options=_OPTIONS)
+    except OSError as err:  # gRPC imports parts of itself here, which takes a descriptor
+        raise UnavailableError(f"cannot ask {address} over gRPC: {err.strerror}") from err

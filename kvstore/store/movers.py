@@ -43,12 +43,14 @@ class Movers:
         self._threads: list[threading.Thread] = []
 
     def offer(self, job: Job) -> bool:
-        """Queue a job; false, at once, where too many wait or run already, or after close()."""
+        """Queue a job; false, at once, where too many wait or run already, without any thread, or after close()."""
         with self._changed:
             if self._closed or len(self._waiting) + self._running >= self._jobs_max:
                 return False
-            self._waiting.append(job)
             self._man()
+            if not self._threads:
+                return False
+            self._waiting.append(job)
             self._changed.notify()
             return True
 
@@ -84,7 +86,11 @@ class Movers:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         for number in range(len(self._threads), self._thread_count):
             thread = threading.Thread(target=self._work, name=f"kvstore-mover-{number}", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                logger.warning("no thread to move blocks is to be had: running=%d", len(self._threads))
+                return
             self._threads.append(thread)
 
     def _work(self) -> None:

@@ -127,3 +127,20 @@ def test_a_thread_that_has_died_is_replaced_at_the_next_job(monkeypatch):
     movers.close()
     assert "run" == job.fate
     assert 0 == movers.depth
+
+
+def test_without_a_thread_to_be_had_a_job_is_refused_at_once(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    movers = new_movers()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not movers.offer(Job())
+    assert 0 == movers.depth
+
+    job = Job()
+    job.go_on.set()
+    assert movers.offer(job)
+    assert job.outcome.wait(10)
+    movers.close()
