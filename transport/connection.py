@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # How long after its deadline gRPC may take to say that a call was late.
 _GRACE_SECONDS = 0.05
+# How long a thread is waited for that ends at once, unless an interrupt (Ctrl-C) has left gRPC's own locks taken.
+_FOLLOWER_SECONDS = 0.25
 _RECEIVE_BYTES_MAX = 128 * 2**20
 _OPTIONS = (
     ("grpc.max_receive_message_length", _RECEIVE_BYTES_MAX),
@@ -122,7 +124,7 @@ class Connection:
         if self._left_behind:
             return
         self._end()
-        self._follower.join()
+        self._follower.join(_FOLLOWER_SECONDS)
         # gRPC waits in there for calls whose bytes are stuck in a full socket, until that is taken or broken.
         closing = threading.Thread(target=self._channel.close, name="kvstore-channel-end", daemon=True)
         try:
