@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
+from transformers import DynamicCache, GenerationConfig, StaticCache, TextIteratorStreamer
 
 from kvstore.connectors import huggingface
 from kvstore.connectors.huggingface import cached, connector_of, uncache
@@ -229,23 +229,24 @@ def test_rows_of_a_batch_share_the_shortest_match(llama, attach):
     assert stats(model).loaded_tokens == 2 * 32 + 2 * 64
 
 
-def test_left_padded_batches_are_computed_without_the_store(llama, attach):
+def test_padding_that_is_not_on_the_left_is_computed_without_the_store(llama, attach):
     model = attach(llama)
     ids = prompt_of(64, rows=2)
     mask = torch.ones_like(ids)
-    mask[1, :20] = 0
+    mask[1, 10:20] = 0
     expected = plain(model, ids, attention_mask=mask, pad_token_id=0)
     assert torch.equal(expected, served(model, ids, attention_mask=mask, pad_token_id=0))
     assert stats(model).bypassed == {"padding": 1}
 
 
-def test_a_padded_single_row_is_computed_without_the_store(llama, attach):
+def test_padding_tokens_without_a_mask_are_padding(llama, attach):
     model = attach(llama)
+    served(model, prompt_of(64)[:, 5:])
     ids = prompt_of(64)
     ids[0, :5] = 0
     expected = plain(model, ids, pad_token_id=0)
     assert torch.equal(expected, served(model, ids, pad_token_id=0))
-    assert stats(model).bypassed == {"padding": 1}
+    assert stats(model).loaded_tokens == 48
 
 
 def test_a_full_attention_mask_is_no_padding(llama, attach):
@@ -262,7 +263,6 @@ def test_a_full_attention_mask_is_no_padding(llama, attach):
         ({"num_beams": 2}, "setting"),
         ({"num_return_sequences": 2, "do_sample": True}, "setting"),
         ({"use_cache": False}, "setting"),
-        ({"cache_implementation": "static"}, "setting"),
         ({"prompt_lookup_num_tokens": 2}, "setting"),
         ({"prefill_chunk_size": 8}, "setting"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "setting"),
@@ -284,11 +284,27 @@ def test_calls_that_need_more_than_a_prefix_are_computed_without_the_store(optio
     assert store.blocks == {}
 
 
-def test_a_cache_of_the_caller_is_left_alone(llama, attach):
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "quantized"])
+def test_kinds_of_caches_that_cannot_be_filled_are_bypassed(name, llama):
+    assert huggingface.read_prompt(llama, {"inputs": prompt_of(64), "cache_implementation": name}) == "setting"
+
+
+def test_a_cache_of_the_caller_that_is_empty_is_filled(llama, attach):
+    model = attach(llama)
+    expected = plain(model, prompt_of(64))
+    served(model, prompt_of(64))
+    for cache in (DynamicCache(), DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=90)):
+        assert torch.equal(expected, served(model, prompt_of(64), **{CACHE_ARGUMENT: cache}))
+        assert int(cache.get_seq_length()) == 64 + NEW_TOKENS - 1
+    assert (stats(model).loaded_tokens, stats(model).bypassed) == (3 * 48, {})
+
+
+def test_a_cache_of_the_caller_that_holds_tokens_is_left_alone(llama, attach):
     model = attach(llama)
     cache = DynamicCache(config=model.config)
-    served(model, prompt_of(64), **{CACHE_ARGUMENT: cache})
-    assert cache.get_seq_length() == 64 + NEW_TOKENS - 1
+    first = served(model, prompt_of(64), **{CACHE_ARGUMENT: cache})
+    served(model, torch.cat([first, prompt_of(10, seed=6)], dim=1), **{CACHE_ARGUMENT: cache})
+    assert cache.get_seq_length() == 64 + NEW_TOKENS + 10 + NEW_TOKENS - 1
     assert stats(model).bypassed == {"own_cache": 1}
 
 
@@ -458,13 +474,32 @@ def test_a_store_that_changes_bytes_disables_the_connector(llama, attach, store)
 def test_lack_of_memory_for_the_loaded_blocks_breaks_no_generate(llama, attach, monkeypatch):
     model = attach(llama)
     expected = plain(model, prompt_of(64))
+    served(model, prompt_of(64))
 
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(huggingface, "cache_from_rows", fail)
+    monkeypatch.setattr(huggingface, "fill", fail)
     assert torch.equal(expected, served(model, prompt_of(64)))
     assert stats(model).bypassed == {"memory": 1}
+
+
+@pytest.mark.parametrize("place", ["read_prompt", "ComputedKv"])
+def test_a_mistake_of_the_connector_breaks_no_generate_and_turns_it_off(place, llama, attach, monkeypatch, caplog):
+    model = attach(llama)
+    expected = plain(model, prompt_of(64))
+
+    def fail(*_):
+        raise KeyError(place)
+
+    monkeypatch.setattr(huggingface, place, fail)
+    assert torch.equal(expected, served(model, prompt_of(64)))
+    monkeypatch.undo()
+    for _ in range(2):
+        assert torch.equal(expected, served(model, prompt_of(64)))
+    assert stats(model).failures == {"KeyError": 1}
+    assert stats(model).bypassed["broken"] >= 2
+    assert len([record for record in caplog.records if record.name == "kvstore.connectors.common"]) == 1
 
 
 def test_a_model_that_becomes_unsupported_is_computed_without_the_store(llama, attach):
