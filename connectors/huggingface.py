@@ -429,17 +429,12 @@ class HuggingFaceConnector:
         if not kv.matches(plan.sets, len(tokens)):
             return
         columns = min(kv.columns, tokens.shape[1] - 1)  # the last token was never computed
-        ends = _row_ends(tokens, prompt_columns, self._end_tokens(call.arguments)) if len(tokens) > 1 else None
+        ends = _row_ends(self._model, call, tokens) if len(tokens) > 1 else [columns]
         for row in range(len(tokens)):
-            last_column = columns if ends is None else min(columns, ends[row])
+            last_column = min(columns, ends[row])
             blocks = range(call.stored_blocks[row], (last_column - call.prompt.pads[row]) // plan.block_tokens)
             if blocks and not self._queue_row(call, kv, tokens[row], row, blocks):
                 self._counters.add(dropped_blocks=len(blocks))
-
-    def _end_tokens(self, arguments: dict[str, Any]) -> list[int]:
-        pad = setting(self._model, arguments, "pad_token_id")
-        ends = end_ids(self._model, arguments)
-        return ends if pad is None else [*ends, int(pad)]
 
     def _queue_row(self, call: _Call, kv: ComputedKv, tokens: torch.Tensor, row: int, blocks: range) -> bool:
         plan, pad = call.served.plan, call.prompt.pads[row]
@@ -499,12 +494,16 @@ def _columns_without_recompiling(model: PreTrainedModel, columns: int) -> int:
     return columns
 
 
-def _row_ends(tokens: torch.Tensor, prompt_columns: int, end_tokens: list[int]) -> list[int]:
+def _row_ends(model: PreTrainedModel, call: _Call, tokens: torch.Tensor) -> list[int]:
     """Behind which column each row of a batch has nothing but padding: its end token is the last that counts."""
+    pad, end_tokens = setting(model, call.arguments, "pad_token_id"), set(end_ids(model, call.arguments))
+    prompt_columns = call.prompt.ids.shape[1]
     ends = []
-    for row in tokens[:, prompt_columns:].tolist():
-        first = next((place for place, token in enumerate(row) if token in end_tokens), len(row) - 1)
-        ends.append(prompt_columns + first + 1)
+    for row in tokens.tolist():
+        end = next((column + 1 for column in range(prompt_columns, len(row)) if row[column] in end_tokens), len(row))
+        while end > prompt_columns and row[end - 1] == pad and pad not in end_tokens:
+            end -= 1
+        ends.append(end)
     return ends
 
 

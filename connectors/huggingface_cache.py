@@ -171,7 +171,9 @@ def fill(cache: Cache, sets: Sequence[LayerSet], rows: Sequence[RowKv], columns:
     for layers in sets:
         dtype = getattr(torch, layers.dtype)
         for layer in layers.layers:
-            start = 0 if layers.window is None else max(0, min(_first_column(row, layer, columns) for row in rows))
+            # All columns that full attention looks at, or a window does, and others that are there.
+            least = 0 if layers.window is None else columns - layers.window
+            start = max(0, min([least, *(_first_column(row, layer, columns) for row in rows)]))
             shape = (len(rows), layers.kv_heads, columns - start, layers.head_dim)
             states = [torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
             for index, row in enumerate(rows):

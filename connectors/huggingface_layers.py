@@ -60,7 +60,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]  
         self._pieces: list[Piece] = []
 
     def restore(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Continue after `length` columns, the last of which are given."""
+        """Continue after `length` columns, the last of which are given: all, or those of the window at least."""
         self.lazy_initialization(keys, values)
         self._pieces.append(Piece(length - keys.shape[2], keys, values))
         self._keep(keys, values)
@@ -103,15 +103,10 @@ class StaticWindowLayer(StaticSlidingWindowLayer):  # type: ignore[no-untyped-ca
         self._pieces: list[Piece] = []
 
     def restore(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Continue after `length` columns, the last of which are given."""
+        """Continue after `length` columns, the last of which are given: all, or those of the window at least."""
         self._pieces.append(Piece(length - keys.shape[2], keys, values))
-        # A full layer drops its first column with the next update; that one is never looked at.
-        columns = min(length, self.max_cache_len)
-        missing = columns - keys.shape[2]
-        padding = (0, 0, max(0, missing), 0)
-        last_keys = torch.nn.functional.pad(keys[:, :, -columns:], padding)
-        last_values = torch.nn.functional.pad(values[:, :, -columns:], padding)
-        super().update(last_keys, last_values)
+        held = min(length, self.max_cache_len)
+        super().update(keys[:, :, -held:], values[:, :, -held:])
         self.cumulative_length_int = length
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> States:  # noqa: ANN401
@@ -134,7 +129,7 @@ class StaticWindowLayer(StaticSlidingWindowLayer):  # type: ignore[no-untyped-ca
     def _passed(self, keys: torch.Tensor, values: torch.Tensor) -> Piece:
         """The new columns behind some of those before, so that a block across both lies in one piece."""
         start = self.cumulative_length_int
-        if not self._pieces:
+        if not self._pieces or self._pieces[-1].end != start:
             return Piece(start, keys.clone(), values.clone())
         before = self._pieces[-1].last(self._memory.slack_columns)
         joined = [torch.cat(pair, dim=2) for pair in ((before.keys, keys), (before.values, values))]

@@ -186,12 +186,18 @@ def make_gemma3(**changes):
     return Gemma3ForCausalLM(Gemma3TextConfig(**SMALL | WINDOW | {"layer_types": kinds} | changes)).eval()
 
 
-def make_gpt2():
+def make_gpt2(**changes):
     torch.manual_seed(1)
-    config = GPT2Config(
-        vocab_size=128, n_positions=512, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None
-    )
-    return GPT2LMHeadModel(config).eval()
+    config = {
+        "vocab_size": 128,
+        "n_positions": 512,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "initializer_range": 0.3,
+        "eos_token_id": None,
+    }
+    return GPT2LMHeadModel(GPT2Config(**config | changes)).eval()
 
 
 @pytest.fixture
@@ -217,3 +223,13 @@ def new_mistral():
 @pytest.fixture
 def new_gemma3():
     return make_gemma3
+
+
+@pytest.fixture
+def new_gpt2():
+    return make_gpt2
+
+
+@pytest.fixture
+def record_support():
+    return lambda *_: None
