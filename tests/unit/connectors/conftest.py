@@ -228,8 +228,3 @@ def new_gemma3():
 @pytest.fixture
 def new_gpt2():
     return make_gpt2
-
-
-@pytest.fixture
-def record_support():
-    return lambda *_: None

@@ -6,9 +6,11 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import transformers
 
 import kvstore
 from kvstore.connectors.huggingface import cached, connector_of, uncache
+from kvstore.connectors.huggingface_model import describe_model
 
 BLOCK = 16
 NEW_TOKENS = 8
@@ -69,9 +71,29 @@ def loaded_by_equal_answers(model, rows, **options):
     return stats.loaded_tokens - before
 
 
+@pytest.fixture
+def show(record_support):
+    """Says which feature a test has shown of a model."""
+
+    def show_feature(model, feature):
+        layout = connector_of(model).namespace.layout
+        windows = any(layers.window for layers in describe_model(model, BLOCK).sets[:1])
+        kind = "sliding windows" if windows else "full attention"
+        record_support(
+            "hf",
+            f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}",
+            layout="full attention and sliding windows" if layout.groups and not windows else kind,
+            feature=feature,
+            model=type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel"),
+            dtype=layout.dtype,
+        )
+
+    return show_feature
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("make", MODELS)
-def test_a_prompt_its_next_turn_and_a_branch_are_reused(make, cache, attach, request, record_support):
+def test_a_prompt_its_next_turn_and_a_branch_are_reused(make, cache, attach, request, show):
     model = attach(request.getfixturevalue(make)())
     options = CACHES[cache]
     first = tokens_of(150, seed=1)
@@ -84,21 +106,22 @@ def test_a_prompt_its_next_turn_and_a_branch_are_reused(make, cache, attach, req
     branches = [torch.cat([first[:100], tokens_of(40, seed)]) for seed in (3, 4)]
     loaded_by_equal_answers(model, [branches[0]], **options)
     assert 96 == loaded_by_equal_answers(model, [branches[1]], **options)
-    record_support(model, f"{cache} cache")
+    show(model, f"{cache} cache: prompts, turns, branches")
 
 
 @pytest.mark.parametrize("make", ["new_llama", "new_mistral", "new_gemma3"])
-def test_generated_tokens_are_reused_by_the_next_turn(make, attach, request):
+def test_generated_tokens_are_reused_by_the_next_turn(make, attach, request, show):
     model = attach(request.getfixturevalue(make)())
     answer = model.generate(tokens_of(70, seed=1)[None], max_new_tokens=60, do_sample=False)[0]
     assert connector_of(model).flush(30)
     # 70 + 60 tokens, the last of which was never computed, are 8 whole blocks.
     assert 128 == loaded_by_equal_answers(model, [torch.cat([answer, tokens_of(10, seed=2)])])
+    show(model, "generated tokens of earlier turns")
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("make", MODELS)
-def test_each_row_of_a_padded_batch_reuses_its_own_prefix(make, cache, attach, request, record_support):
+def test_each_row_of_a_padded_batch_reuses_its_own_prefix(make, cache, attach, request, show):
     model = attach(request.getfixturevalue(make)())
     options = CACHES[cache]
     rows = [tokens_of(count, seed) for seed, count in enumerate((170, 103, 33, 250))]
@@ -107,7 +130,7 @@ def test_each_row_of_a_padded_batch_reuses_its_own_prefix(make, cache, attach, r
     assert 160 + 96 <= loaded_by_equal_answers(model, rows, **options)
     # What the batch stored is found by each row alone: padding is part of no key.
     assert [160, 96, 32, 240] == [loaded_by_equal_answers(model, [row], **options) for row in rows]
-    record_support(model, "left-padded batches")
+    show(model, "left-padded batches")
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -124,14 +147,14 @@ def test_short_prompts_and_much_padding_are_served(make, attach, request):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("make", MODELS)
-def test_half_precision_answers_are_the_same(make, dtype, attach, request, record_support):
+def test_half_precision_answers_are_the_same(make, dtype, attach, request, show):
     model = attach(request.getfixturevalue(make)(initializer_range=0.15).to(dtype))
     first, second = tokens_of(100, seed=1), tokens_of(60, seed=2)
     loaded_by_equal_answers(model, [first])
     assert 96 == loaded_by_equal_answers(model, [first])
     loaded_by_equal_answers(model, [first, second])
     assert 48 <= loaded_by_equal_answers(model, [second, first])
-    record_support(model, "dynamic cache")
+    show(model, "left-padded batches")
 
 
 def test_rows_that_end_early_are_stored_up_to_their_end(new_llama, attach):
