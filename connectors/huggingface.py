@@ -11,6 +11,7 @@ serves one generate() at a time.
 from __future__ import annotations
 
 import inspect
+import logging
 import secrets
 import weakref
 from contextlib import nullcontext
@@ -78,6 +79,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HuggingFaceConnector", "UnsupportedModelError", "cached", "connector_of", "uncache"]
 
+logger = logging.getLogger(__name__)
+
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 T = TypeVar("T")
 
@@ -134,6 +137,15 @@ def cached(
     )
     served = ServedModel(namespace, _plan(model, description, window_bytes_max))
     connector = HuggingFaceConnector(model, store, served, limits, clock or SystemClock())
+    layout = description.layout
+    logger.info(
+        "kvstore serves generate(): model=%s layers=%d groups=%d block_tokens=%d block_bytes=%d",
+        namespace.model,
+        layout.layers,
+        len(layout.groups),
+        layout.block_tokens,
+        sum(part.size_bytes for part in layout.parts),
+    )
     setattr(model, _ATTRIBUTE, connector)
     model.__dict__["generate"] = connector.generate
     return model

@@ -1,6 +1,6 @@
 """Writes docs/support.md from what the tests recorded and what no test can tell.
 
-    python docs/make_support.py
+python docs/make_support.py
 """
 
 from __future__ import annotations
