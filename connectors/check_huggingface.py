@@ -88,19 +88,21 @@ def _engine() -> Finding:
 
 def _load(folder: str | None) -> PreTrainedModel:
     """The model of a folder, without weights of random ones; a tiny Llama where no folder is named."""
+    loader: Any = AutoModelForCausalLM  # not typed in transformers
+    loaded: Any
     if folder is None:
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
-            )
-        ).eval()
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise OSError("no config.json there; expected a folder with a model of transformers")
-    if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
+        config = LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+        )
+        loaded = LlamaForCausalLM(config)
     else:
-        loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+        path = Path(folder)
+        if not (path / "config.json").is_file():
+            raise OSError("no config.json there; expected a folder with a model of transformers")
+        if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+            loaded = loader.from_pretrained(path, local_files_only=True, dtype="auto")
+        else:
+            loaded = loader.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
     model: PreTrainedModel = loaded.eval()
     return model
 

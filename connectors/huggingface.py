@@ -215,7 +215,8 @@ class HuggingFaceConnector:
     ) -> None:
         self._model = model
         self._plain_generate = cast("Callable[..., Any]", model.generate)
-        self._signature = inspect.signature(self._plain_generate)
+        # Of transformers, whoever may have put something around it: arguments are handed on by these names.
+        self._signature = inspect.signature(type(model).generate.__get__(model))  # type: ignore[attr-defined]
         self._served: ServedModel | None = served
         self._settings = served.namespace
         self._limits = limits

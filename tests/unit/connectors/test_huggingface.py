@@ -538,6 +538,21 @@ def test_a_malformed_salt_is_refused_before_any_forward_pass(llama, attach):
         served(model, prompt_of(64), kvstore_salt=3)
 
 
+def test_a_generate_that_someone_wrapped_is_called_as_it_was(llama, attach):
+    calls = []
+
+    def wrapped(*args, **kwargs):
+        calls.append(kwargs)
+        return type(llama).generate(llama, *args, **kwargs)
+
+    expected = plain(llama, prompt_of(64))
+    llama.__dict__["generate"] = wrapped
+    model = attach(llama)
+    for _ in range(2):
+        assert torch.equal(expected, served(model, prompt_of(64)))
+    assert (2, 48) == (len(calls), stats(model).loaded_tokens)
+
+
 def test_errors_of_the_caller_are_those_of_transformers(llama, attach):
     model = attach(llama)
     with pytest.raises(ValueError, match="not used by the model"):
