@@ -342,7 +342,11 @@ class HuggingFaceConnector:
             cache = plan.static(len(rows), _columns_without_recompiling(self._model, columns))
             arguments, settings = without_cache_setting(self._model, arguments)
         if column:
-            fill(cache, plan.sets, rows, column, self._model.device)
+            try:
+                fill(cache, plan.sets, rows, column, self._model.device)
+            except BaseException:
+                cache.reset()  # the caller's own goes on empty
+                raise
         others = {name: value for name, value in arguments.items() if name not in CACHE_ARGUMENTS}
         return _Call(
             served,

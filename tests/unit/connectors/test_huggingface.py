@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache, TextIteratorStreamer
 
-from kvstore.connectors import huggingface
+from kvstore.connectors import huggingface, huggingface_cache
 from kvstore.connectors.huggingface import cached, connector_of, uncache
 from kvstore.connectors.huggingface_cache import CACHE_ARGUMENT
 from kvstore.errors import (
@@ -481,6 +481,23 @@ def test_lack_of_memory_for_the_loaded_blocks_breaks_no_generate(llama, attach, 
 
     monkeypatch.setattr(huggingface, "fill", fail)
     assert torch.equal(expected, served(model, prompt_of(64)))
+    assert stats(model).bypassed == {"memory": 1}
+
+
+def test_lack_of_memory_in_the_middle_leaves_a_cache_of_the_caller_empty(llama, attach, monkeypatch):
+    model = attach(llama)
+    expected = served(model, prompt_of(64))
+
+    cache, room = DynamicCache(config=model.config), iter([True, False])
+    plain_update = cache.update
+
+    def update(keys, values, layer):
+        if not next(room, True):
+            raise RuntimeError("out of memory")
+        return plain_update(keys, values, layer)
+
+    monkeypatch.setattr(huggingface_cache, "_restore", lambda cache, layer, states, columns: update(*states, layer))
+    assert torch.equal(expected, served(model, prompt_of(64), **{CACHE_ARGUMENT: cache}))
     assert stats(model).bypassed == {"memory": 1}
 
 
