@@ -345,7 +345,7 @@ class HuggingFaceConnector:
             try:
                 fill(cache, plan.sets, rows, column, self._model.device)
             except BaseException:
-                cache.reset()  # the caller's own goes on empty
+                cache.reset()  # type: ignore[no-untyped-call]  # the caller's own goes on empty
                 raise
         others = {name: value for name, value in arguments.items() if name not in CACHE_ARGUMENTS}
         return _Call(
