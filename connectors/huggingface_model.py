@@ -15,8 +15,8 @@ import xxhash
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.connectors.huggingface_cache import CACHE_ARGUMENT, LayerTensors, layer_tensors
-from kvstore.layer_groups import DTYPE_BYTES
+from kvstore.connectors.huggingface_cache import CACHE_ARGUMENT, LayerSet, filled_layers
+from kvstore.layer_groups import DTYPE_BYTES, SlidingWindow
 from kvstore.types import KvLayout
 
 if TYPE_CHECKING:
@@ -47,14 +47,16 @@ _NEUTRAL_CONFIG_FIELDS = frozenset(
 )
 _SAMPLES_PER_TENSOR = 16
 PROBE_TOKENS = 4
+LayerTensors = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The layout of a model's KV and the fingerprint of all that decides its bytes."""
+    """The layout of a model's KV, which layers make up its parts, and the fingerprint of all that decides its bytes."""
 
     layout: KvLayout
     revision: str
+    sets: tuple[LayerSet, ...]
 
 
 def describe_model(model: PreTrainedModel, block_tokens: int) -> ModelDescription:
@@ -66,8 +68,8 @@ def describe_model(model: PreTrainedModel, block_tokens: int) -> ModelDescriptio
     _check_class(model)
     _check_weights(model)
     rope = _rope_text(model.config)
-    layout = _probe_layout(model, block_tokens, rope)
-    return ModelDescription(layout, _fingerprint(model))
+    sets = _probe_layers(model)
+    return ModelDescription(_layout_of(sets, block_tokens, rope), _fingerprint(model), sets)
 
 
 def has_adapter_layers(model: PreTrainedModel) -> bool:
@@ -103,6 +105,20 @@ def _check_class(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} has a generate() of its own; only that of transformers is supported")
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(f"{name}.forward() takes no attention_mask, so positions cannot follow the cache")
+    _check_attention(model.config.get_text_config(decoder=True))
+    if getattr(model.generation_config, "cache_implementation", None) == "quantized":
+        raise UnsupportedModelError(
+            "generation_config.cache_implementation is quantized: its scales are made at run time, so that "
+            "equal tokens have other bytes each time; unset it, or do without kvstore"
+        )
+
+
+def _check_attention(config: PreTrainedConfig) -> None:
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModelError("the attention is bidirectional: the KV of a prefix depends on what follows it")
+    chunked = getattr(config, "attention_chunk_size", None)
+    if chunked is not None or "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UnsupportedModelError("attention in chunks is not supported: what a token sees depends on its position")
 
 
 def _check_weights(model: PreTrainedModel) -> None:
@@ -120,6 +136,14 @@ def _rope_text(config: PreTrainedConfig) -> str:
     parameters = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None)
     if not parameters:
         return ""
+    # Models with sliding windows may have a rope for each kind of layer.
+    kinds = list(parameters.values()) if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
+    for kind in kinds:
+        _check_rope(kind)
+    return json.dumps(parameters, sort_keys=True)
+
+
+def _check_rope(parameters: dict[str, Any]) -> None:
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in STATIC_ROPE_TYPES:
         raise UnsupportedModelError(
@@ -128,47 +152,90 @@ def _rope_text(config: PreTrainedConfig) -> str:
         )
     unknown = [name for name, value in parameters.items() if isinstance(value, dict) or name == "mrope_section"]
     if unknown:
-        raise UnsupportedModelError(f"rope parameters {', '.join(unknown)} are not supported: one kind of rope is")
-    return json.dumps(parameters, sort_keys=True)
+        raise UnsupportedModelError(f"rope parameters {', '.join(unknown)} are not supported")
 
 
-def _probe_layout(model: PreTrainedModel, block_tokens: int, rope: str) -> KvLayout:
+def _probe_layers(model: PreTrainedModel) -> tuple[LayerSet, ...]:
     """Compute a few tokens and read from the cache they leave what the KV looks like."""
-    tensors = _computed_tensors(model, PROBE_TOKENS)
-    longer = _computed_tensors(model, 2 * PROBE_TOKENS)
-    shapes = {tuple(tensor.shape) for pair in tensors for tensor in pair}
-    dtypes = {tensor.dtype for pair in tensors for tensor in pair}
-    if len(shapes) != 1 or len(dtypes) != 1:
-        raise UnsupportedModelError("keys and values differ in shape or dtype from each other or between layers")
-    shape = shapes.pop()
-    if len(shape) != 4 or shape[0] != 1 or shape[2] != PROBE_TOKENS:
-        raise UnsupportedModelError(f"the KV has shape {shape}, expected (1, heads, {PROBE_TOKENS}, head size)")
-    if _prefix_differs(tensors, longer):
+    probed = _computed_layers(model, PROBE_TOKENS)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for number, layer in enumerate(probed):
+        kinds.setdefault(_layer_kind(layer), []).append(number)
+    if _prefix_differs(_tensors(probed), _tensors(_computed_layers(model, 2 * PROBE_TOKENS))):
         raise UnsupportedModelError("the KV of a prefix depends on the tokens that follow it")
-    dtype = str(dtypes.pop()).removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
-        raise UnsupportedModelError(f"the KV has dtype {dtype}, expected one of {', '.join(DTYPE_BYTES)}")
-    return KvLayout(
-        layers=len(tensors),
-        kv_heads=shape[1],
-        head_dim=shape[3],
-        dtype=dtype,
-        block_tokens=block_tokens,
-        rope=rope,
-        engine="transformers",
+    full = [kind for kind in kinds if kind[0] is None]
+    if len(full) > 1:
+        raise UnsupportedModelError("keys and values of full attention differ in shape or dtype between layers")
+    ordered = full + [kind for kind in kinds if kind[0] is not None]
+    numbers = [kinds[kind] for kind in ordered]
+    if not full:
+        # Each block needs a dense part: one of the layers stands in for the full attention that is not there.
+        ordered, numbers = [ordered[0], *ordered], [numbers[0][:1], numbers[0][1:], *numbers[1:]]
+        ordered = [kind for kind, layers in zip(ordered, numbers, strict=True) if layers]
+    return tuple(
+        LayerSet(part=part, layers=tuple(layers), window=kind[0], kv_heads=kind[1], head_dim=kind[2], dtype=kind[3])
+        for part, (kind, layers) in enumerate(zip(ordered, filter(None, numbers), strict=True))
     )
 
 
-def _computed_tensors(model: PreTrainedModel, tokens: int) -> LayerTensors:
+def _layer_kind(layer: Any) -> tuple[int | None, int, int, str]:  # noqa: ANN401  # a class of transformers
+    """Window, heads, head size and dtype of a layer that has computed PROBE_TOKENS tokens."""
+    window = layer.sliding_window if layer.is_sliding else None
+    if window is not None and window <= 2 * PROBE_TOKENS:
+        raise UnsupportedModelError(f"a sliding window of {window} tokens, expected more than {2 * PROBE_TOKENS}")
+    shapes, dtypes = {tuple(layer.keys.shape), tuple(layer.values.shape)}, {layer.keys.dtype, layer.values.dtype}
+    if len(shapes) != 1 or len(dtypes) != 1:
+        raise UnsupportedModelError("keys and values differ in shape or dtype from each other")
+    shape = shapes.pop()
+    if len(shape) != 4 or shape[0] != 1 or shape[2] != PROBE_TOKENS:
+        raise UnsupportedModelError(f"the KV has shape {shape}, expected (1, heads, {PROBE_TOKENS}, head size)")
+    dtype = str(dtypes.pop()).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise UnsupportedModelError(f"the KV has dtype {dtype}, expected one of {', '.join(DTYPE_BYTES)}")
+    return window, shape[1], shape[3], dtype
+
+
+def _layout_of(sets: tuple[LayerSet, ...], block_tokens: int, rope: str) -> KvLayout:
+    dense = sets[0]
+    groups = tuple(
+        SlidingWindow(
+            layers=len(layers.layers),
+            window=layers.window or 0,
+            kv_heads=layers.kv_heads,
+            head_dim=layers.head_dim,
+            dtype=layers.dtype,
+        )
+        for layers in sets[1:]
+    )
+    return KvLayout(
+        layers=len(dense.layers),
+        kv_heads=dense.kv_heads,
+        head_dim=dense.head_dim,
+        dtype=dense.dtype,
+        block_tokens=block_tokens,
+        rope=rope,
+        engine="transformers",
+        groups=groups,
+    )
+
+
+def _computed_layers(model: PreTrainedModel, tokens: int) -> list[Any]:
     cache = DynamicCache(config=model.config)
     ids = torch.arange(tokens, device=next(model.parameters()).device)[None]
     with torch.no_grad():
         model(ids, use_cache=True, **{CACHE_ARGUMENT: cache})
-    tensors = layer_tensors(cache)
-    if tensors is None:
+    layers = filled_layers(cache)
+    if layers is None:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
-        raise UnsupportedModelError(f"the cache has layers of {kinds}; only full attention, DynamicLayer, is supported")
-    return tensors
+        raise UnsupportedModelError(
+            f"the cache has layers of {kinds}; only full attention (DynamicLayer) and sliding windows "
+            "(DynamicSlidingWindowLayer) are supported"
+        )
+    return layers
+
+
+def _tensors(layers: list[Any]) -> LayerTensors:
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def _prefix_differs(shorter: LayerTensors, longer: LayerTensors) -> bool:

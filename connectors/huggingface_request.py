@@ -1,21 +1,28 @@
-"""Which generate() calls the store can serve: plain greedy decoding or sampling from token ids, without padding."""
+"""Which generate() calls the store can serve: plain greedy decoding or sampling from token ids, padded on the left."""
 
 from __future__ import annotations
 
+import copy
 import enum
+import inspect
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvstore.connectors.huggingface_cache import CACHE_ARGUMENTS
 from kvstore.connectors.huggingface_model import has_adapter_layers
+from kvstore.connectors.huggingface_rows import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from transformers import PreTrainedModel
 
 Arguments = dict[str, Any]
+
+_DEFAULT_NEW_TOKENS = 20  # of generate(), which also takes a `max_length` for the prompt and them together
 
 
 class Bypass(enum.StrEnum):
@@ -24,6 +31,7 @@ class Bypass(enum.StrEnum):
     ADAPTER = "adapter"
     ARGUMENT = "argument"
     AUTOCAST = "autocast"
+    BROKEN = "broken"
     INPUTS = "inputs"
     MEMORY = "memory"
     OWN_CACHE = "own_cache"
@@ -54,7 +62,7 @@ _NEUTRAL_ARGUMENTS = frozenset(
 # with the values besides None that do not.
 _NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
     "assistant_early_exit": (),
-    "cache_implementation": ("dynamic",),
+    "cache_implementation": ("dynamic", "static"),
     "constraints": (),
     "dola_layers": (),
     "force_words_ids": (),
@@ -74,18 +82,62 @@ _NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def read_prompt(model: PreTrainedModel, arguments: Arguments) -> torch.Tensor | Bypass:
-    """The token ids [rows, tokens] of a call that the store can serve, else the reason why it cannot.
+def read_prompt(model: PreTrainedModel, arguments: Arguments) -> Prompt | Bypass:
+    """The prompt of a call that the store can serve, else the reason why it cannot.
 
     `arguments` are those of generate(), by name. Nothing is changed.
     """
     reason = _state_bypass(model) or _argument_bypass(model, arguments)
     if reason is not None:
         return reason
-    prompt = _input_ids(arguments)
-    if prompt is None:
+    ids = _input_ids(arguments)
+    if ids is None:
         return Bypass.INPUTS
-    return Bypass.PADDING if _has_padding(model, arguments, prompt) else prompt
+    pads = _left_padding(model, arguments, ids)
+    if pads is None or (any(pads) and not _follows_positions(model)):
+        return Bypass.PADDING
+    return Prompt(ids.cpu(), pads)
+
+
+def given_cache(arguments: Arguments) -> object | None:
+    """The cache that the caller handed over, if any."""
+    return next((value for name in CACHE_ARGUMENTS if (value := arguments.get(name)) is not None), None)
+
+
+def static_columns(model: PreTrainedModel, arguments: Arguments, columns: int) -> int | None:
+    """How many columns a static cache needs for a prompt of so many; None where the call wants a growing cache."""
+    if setting(model, arguments, "cache_implementation") != "static":
+        return None
+    new_tokens = setting(model, arguments, "max_new_tokens")
+    if new_tokens is None:
+        # Where transformers resolves defaults to less, the cache is only larger than it had to be.
+        new_tokens = max(_DEFAULT_NEW_TOKENS, setting(model, arguments, "max_length") or 0)
+    wanted = setting(model, arguments, "max_cache_len") or 0
+    return int(max(columns + new_tokens - 1, wanted))
+
+
+def without_cache_setting(
+    model: PreTrainedModel, arguments: Arguments
+) -> tuple[Arguments, AbstractContextManager[None]]:
+    """The arguments without the wish for a kind of cache, and the model's own wish undone while the manager is open.
+
+    generate() refuses a cache that is handed over beside such a wish.
+    """
+    changed = {name: value for name, value in arguments.items() if name != "cache_implementation"}
+    if (config := arguments.get("generation_config")) is not None:
+        changed["generation_config"] = copy.copy(config)
+        changed["generation_config"].cache_implementation = None
+    return changed, _unset_cache(model)
+
+
+@contextmanager
+def _unset_cache(model: PreTrainedModel) -> Iterator[None]:
+    wish = model.generation_config.cache_implementation
+    model.generation_config.cache_implementation = None
+    try:
+        yield
+    finally:
+        model.generation_config.cache_implementation = wish
 
 
 def adapter_bypass(model: PreTrainedModel, adapter: str | None) -> Bypass | None:
@@ -102,19 +154,17 @@ def _state_bypass(model: PreTrainedModel) -> Bypass | None:
 
 
 def _argument_bypass(model: PreTrainedModel, arguments: Arguments) -> Bypass | None:
-    if any(arguments.get(name) is not None for name in CACHE_ARGUMENTS):
-        return Bypass.OWN_CACHE
-    known = vars(model.generation_config).keys()
-    if any(value is not None for name, value in arguments.items() if name not in _NEUTRAL_ARGUMENTS | known):
+    known = _NEUTRAL_ARGUMENTS.union(CACHE_ARGUMENTS, vars(model.generation_config))
+    if any(value is not None for name, value in arguments.items() if name not in known):
         return Bypass.ARGUMENT
     for name, neutral in _NEUTRAL_SETTINGS.items():
-        value = _setting(model, arguments, name)
+        value = setting(model, arguments, name)
         if value is not None and value not in neutral:
             return Bypass.SETTING
     return None
 
 
-def _setting(model: PreTrainedModel, arguments: Arguments, name: str) -> Any:  # noqa: ANN401
+def setting(model: PreTrainedModel, arguments: Arguments, name: str) -> Any:  # noqa: ANN401
     """A setting as generate() resolves it: the argument, the given configuration, the model's own."""
     value = arguments.get(name)
     for config in (arguments.get("generation_config"), model.generation_config):
@@ -132,15 +182,37 @@ def _input_ids(arguments: Arguments) -> torch.Tensor | None:
     return prompt
 
 
-def _has_padding(model: PreTrainedModel, arguments: Arguments, prompt: torch.Tensor) -> bool:
-    mask = arguments.get("attention_mask")
-    if mask is not None:
-        return not isinstance(mask, torch.Tensor) or mask.shape != prompt.shape or not bool((mask == 1).all())
+def _left_padding(model: PreTrainedModel, arguments: Arguments, ids: torch.Tensor) -> tuple[int, ...] | None:
+    """By how many columns each row is padded on the left; None if there is padding elsewhere, or nothing else."""
+    mask = _mask(model, arguments, ids)
+    if mask is None or mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
+        return None
+    pads = ids.shape[1] - mask.sum(dim=1)
+    expected = torch.arange(ids.shape[1], device=pads.device)[None] >= pads[:, None]
+    if not torch.equal(mask == 1, expected) or int(pads.max()) == ids.shape[1]:
+        return None
+    return tuple(pads.tolist())
+
+
+def _follows_positions(model: PreTrainedModel) -> bool:
+    """Whether positions are told to the model; where it counts them itself, padding may shift them."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _mask(model: PreTrainedModel, arguments: Arguments, ids: torch.Tensor) -> torch.Tensor | None:
+    if (mask := arguments.get("attention_mask")) is not None:
+        return mask.long() if isinstance(mask, torch.Tensor) and mask.ndim == ids.ndim else None
     # Without a mask generate() takes padding tokens for padding, unless they also end sequences.
-    pad = _setting(model, arguments, "pad_token_id")
-    if pad is None or pad in _as_ids(_setting(model, arguments, "eos_token_id")):
-        return False
-    return bool((prompt == pad).any())
+    pad = setting(model, arguments, "pad_token_id")
+    if pad is None or pad in end_ids(model, arguments):
+        return torch.ones_like(ids)
+    inferred: torch.Tensor = (ids != pad).long()
+    return inferred
+
+
+def end_ids(model: PreTrainedModel, arguments: Arguments) -> list[int]:
+    """The tokens that end a row."""
+    return _as_ids(setting(model, arguments, "eos_token_id"))
 
 
 def _as_ids(ids: int | Iterable[int] | torch.Tensor | None) -> list[int]:

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from kvstore.transport import client
 from kvstore.transport.link import Deadlines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SUPPORT = Path(__file__).resolve().parents[1] / "docs" / "support.json"
 
 
 @pytest.fixture(autouse=True)
 def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a store answers does not depend on how busy the machine is; tests of deadlines name their own."""
     monkeypatch.setattr(client, "DEFAULT_DEADLINES", Deadlines(lookup_seconds=10.0, bulk_seconds=30.0))
+
+
+@pytest.fixture
+def record_support() -> Callable[..., None]:
+    """Says that an engine was shown to do something: one row of docs/support.json, which has to be there.
+
+    With KVSTORE_RECORD_SUPPORT in the environment the row and the versions are written instead.
+    """
+
+    def record(engine: str, versions: str, **row: str) -> None:
+        known: dict[str, Any] = json.loads(SUPPORT.read_text(encoding="utf-8")) if SUPPORT.exists() else {}
+        rows = known.get(engine, {}).get("rows", [])
+        if "KVSTORE_RECORD_SUPPORT" not in os.environ:
+            assert row in rows, f"{row} is not in docs/support.json: see docs/README.md"
+            return
+        kept = [*rows, row] if row not in rows else rows
+        known[engine] = {"versions": versions, "rows": sorted(kept, key=lambda item: sorted(item.items()))}
+        SUPPORT.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+    return record

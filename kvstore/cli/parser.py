@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore import __version__
 from kvstore.config import DISK_ADMISSIONS, EVICTION_POLICIES
+from kvstore.connectors.check import CHECKERS
 from kvstore.security_config import ROLE_WORDS
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_changing(commands)
     _add_replay(commands)
     _add_bench(commands)
+    _add_check(commands)
     _add_config(commands)
     _add_security(commands)
     return parser
@@ -168,6 +170,16 @@ def _add_bench(commands: Commands) -> None:
     load.add_argument("--metrics", metavar="HOST:PORT", help="the sidecar's metrics page, to watch its memory")
     load.add_argument("--pid", metavar="PID", type=int, help="the sidecar's process, to watch its memory and files")
     _add_json(load)
+
+
+def _add_check(commands: Commands) -> None:
+    check = _add(commands, "check", "check:check", "Whether an engine will work with kvstore; exit code 1 if not.")
+    check.add_argument("engine", metavar="ENGINE", choices=sorted(CHECKERS), help=", ".join(sorted(CHECKERS)))
+    check.add_argument("--model", metavar="PATH", help="folder of the model (default: a tiny one, made up)")
+    check.add_argument("--block-tokens", metavar="COUNT", type=int, default=16, help="tokens of a block (default 16)")
+    check.add_argument("--embedded", action="store_true", help="with a store in this process, without a sidecar")
+    _add_sidecar(check)
+    _add_json(check)
 
 
 def _add_config(commands: Commands) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import kvstore
 from kvstore.connectors.huggingface import cached, connector_of, uncache
 from kvstore.demo.processes import start_sidecar
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "huggingface" / "generate.py"
 HOST_BYTES, DISK_BYTES = 64 << 20, 256 << 20
 
 
@@ -29,6 +35,28 @@ def new_model(dtype=torch.float32):
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
+def new_hybrid():
+    """One layer of full attention among three with a window."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=40,
+        layer_types=kinds,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Gemma3ForCausalLM(config).eval()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
     # More threads than free cores make small models many times slower.
@@ -42,8 +70,8 @@ def _one_thread():
 def attach():
     models = []
 
-    def attach_model(store, dtype=torch.float32):
-        model = cached(new_model(dtype), store, lookup_seconds=20.0, load_seconds=20.0)
+    def attach_model(store, dtype=torch.float32, make=None):
+        model = cached(make() if make else new_model(dtype), store, lookup_seconds=20.0, load_seconds=20.0)
         models.append(model)
         return model
 
@@ -113,6 +141,45 @@ def test_a_killed_sidecar_breaks_no_generate_and_its_disk_serves_after_a_restart
         assert torch.equal(expected, answer(newcomer, prompt_of(100)))
         with kvstore.connect(address) as store:
             assert store.stats().hit_tokens["disk"] == 96
+
+
+@pytest.mark.kill
+def test_layers_with_a_window_are_shared_and_found_on_disk_after_a_kill(sidecar, address, attach, tmp_path):
+    first, second = attach(address, make=new_hybrid), attach(address, make=new_hybrid)
+    padded = torch.cat([torch.zeros(1, 30, dtype=torch.long), prompt_of(70, seed=9)], dim=1)
+    batch = {"attention_mask": torch.cat([torch.ones(1, 100), padded != 0]).long(), "pad_token_id": 0}
+    rows = torch.cat([prompt_of(100), padded])
+    expected = type(first).generate(first, rows, max_new_tokens=8, do_sample=False, **batch)
+    answer(first, prompt_of(100))
+    answer(first, prompt_of(70, seed=9))
+    result = second.generate(rows, max_new_tokens=8, do_sample=False, **batch)
+    assert connector_of(second).flush(60)
+    assert torch.equal(expected, result)
+    assert 96 + 64 == connector_of(second).stats().loaded_tokens
+    with kvstore.connect(address) as store:
+        store.flush()
+    sidecar.kill()
+    assert torch.equal(expected, second.generate(rows, max_new_tokens=8, do_sample=False, **batch))
+    with start_sidecar(tmp_path, address, HOST_BYTES, DISK_BYTES) as again:
+        again.receive()
+        newcomer = attach(address, make=new_hybrid)
+        assert torch.equal(expected, newcomer.generate(rows, max_new_tokens=8, do_sample=False, **batch))
+        assert 96 + 64 == connector_of(newcomer).stats().loaded_tokens
+        assert {} == connector_of(newcomer).stats().failures
+
+
+@pytest.mark.kill
+@pytest.mark.engine
+def test_the_example_reuses_what_an_earlier_run_stored(sidecar, address):
+    command = [sys.executable, "-P", str(EXAMPLE), "--address", address, "--patience", "30"]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for has_stored in (False, True):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=one_thread)
+        assert 0 == done.returncode, done.stdout + done.stderr
+        number, prompt_tokens, reused, *_, same = done.stdout.splitlines()[1].split()
+        assert ("1", "yes") == (number, same)
+        assert ((int(prompt_tokens) - 1) // 16 * 16 if has_stored else 0) == int(reused)
+        assert "kvstore serves generate(): model=example" in done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

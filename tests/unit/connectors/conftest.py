@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from kvstore.tokens import as_token_array
 from kvstore.types import PLAIN_ROOT, CommitResult, LoadResult, PrefixMatch, Tier, TierRun
@@ -65,7 +74,7 @@ class DictStore:
         finally:
             self.open_leases -= 1
 
-    def stage(self, namespace, tokens, *, root=None, from_block=0):
+    def stage(self, namespace, tokens, *, root=None, from_block=0, turn_ends=()):
         self._enter("stage")
         return DictStage(self, self.keys(namespace, root, as_token_array(tokens)), from_block)
 
@@ -144,28 +153,51 @@ def store():
     return DictStore()
 
 
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOW = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 40}
+
+
 def make_llama(seed=0, **changes):
     torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SMALL | changes)).eval()
+
+
+def make_mistral(**changes):
+    """All of its layers have a window."""
+    torch.manual_seed(2)
+    return MistralForCausalLM(MistralConfig(**SMALL | WINDOW | changes)).eval()
+
+
+def make_gemma3(**changes):
+    """One layer of full attention among others with a window, and a rope for each kind."""
+    torch.manual_seed(3)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SMALL | WINDOW | {"layer_types": kinds} | changes)).eval()
+
+
+def make_gpt2(**changes):
+    torch.manual_seed(1)
     config = {
         "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
+        "n_positions": 512,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
         "initializer_range": 0.3,
         "eos_token_id": None,
     }
-    return LlamaForCausalLM(LlamaConfig(**config | changes)).eval()
-
-
-def make_gpt2():
-    torch.manual_seed(1)
-    config = GPT2Config(
-        vocab_size=128, n_positions=512, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None
-    )
-    return GPT2LMHeadModel(config).eval()
+    return GPT2LMHeadModel(GPT2Config(**config | changes)).eval()
 
 
 @pytest.fixture
@@ -181,3 +213,18 @@ def gpt2():
 @pytest.fixture
 def new_llama():
     return make_llama
+
+
+@pytest.fixture
+def new_mistral():
+    return make_mistral
+
+
+@pytest.fixture
+def new_gemma3():
+    return make_gemma3
+
+
+@pytest.fixture
+def new_gpt2():
+    return make_gpt2

@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
+from transformers import DynamicCache, GenerationConfig, StaticCache, TextIteratorStreamer
 
-from kvstore.connectors import huggingface
+from kvstore.connectors import huggingface, huggingface_cache
 from kvstore.connectors.huggingface import cached, connector_of, uncache
 from kvstore.connectors.huggingface_cache import CACHE_ARGUMENT
 from kvstore.errors import (
@@ -229,23 +229,24 @@ def test_rows_of_a_batch_share_the_shortest_match(llama, attach):
     assert stats(model).loaded_tokens == 2 * 32 + 2 * 64
 
 
-def test_left_padded_batches_are_computed_without_the_store(llama, attach):
+def test_padding_that_is_not_on_the_left_is_computed_without_the_store(llama, attach):
     model = attach(llama)
     ids = prompt_of(64, rows=2)
     mask = torch.ones_like(ids)
-    mask[1, :20] = 0
+    mask[1, 10:20] = 0
     expected = plain(model, ids, attention_mask=mask, pad_token_id=0)
     assert torch.equal(expected, served(model, ids, attention_mask=mask, pad_token_id=0))
     assert stats(model).bypassed == {"padding": 1}
 
 
-def test_a_padded_single_row_is_computed_without_the_store(llama, attach):
+def test_padding_tokens_without_a_mask_are_padding(llama, attach):
     model = attach(llama)
+    served(model, prompt_of(64)[:, 5:])
     ids = prompt_of(64)
     ids[0, :5] = 0
     expected = plain(model, ids, pad_token_id=0)
     assert torch.equal(expected, served(model, ids, pad_token_id=0))
-    assert stats(model).bypassed == {"padding": 1}
+    assert stats(model).loaded_tokens == 48
 
 
 def test_a_full_attention_mask_is_no_padding(llama, attach):
@@ -262,7 +263,6 @@ def test_a_full_attention_mask_is_no_padding(llama, attach):
         ({"num_beams": 2}, "setting"),
         ({"num_return_sequences": 2, "do_sample": True}, "setting"),
         ({"use_cache": False}, "setting"),
-        ({"cache_implementation": "static"}, "setting"),
         ({"prompt_lookup_num_tokens": 2}, "setting"),
         ({"prefill_chunk_size": 8}, "setting"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "setting"),
@@ -284,11 +284,27 @@ def test_calls_that_need_more_than_a_prefix_are_computed_without_the_store(optio
     assert store.blocks == {}
 
 
-def test_a_cache_of_the_caller_is_left_alone(llama, attach):
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "quantized"])
+def test_kinds_of_caches_that_cannot_be_filled_are_bypassed(name, llama):
+    assert huggingface.read_prompt(llama, {"inputs": prompt_of(64), "cache_implementation": name}) == "setting"
+
+
+def test_a_cache_of_the_caller_that_is_empty_is_filled(llama, attach):
+    model = attach(llama)
+    expected = plain(model, prompt_of(64))
+    served(model, prompt_of(64))
+    for cache in (DynamicCache(), DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=90)):
+        assert torch.equal(expected, served(model, prompt_of(64), **{CACHE_ARGUMENT: cache}))
+        assert int(cache.get_seq_length()) == 64 + NEW_TOKENS - 1
+    assert (stats(model).loaded_tokens, stats(model).bypassed) == (3 * 48, {})
+
+
+def test_a_cache_of_the_caller_that_holds_tokens_is_left_alone(llama, attach):
     model = attach(llama)
     cache = DynamicCache(config=model.config)
-    served(model, prompt_of(64), **{CACHE_ARGUMENT: cache})
-    assert cache.get_seq_length() == 64 + NEW_TOKENS - 1
+    first = served(model, prompt_of(64), **{CACHE_ARGUMENT: cache})
+    served(model, torch.cat([first, prompt_of(10, seed=6)], dim=1), **{CACHE_ARGUMENT: cache})
+    assert cache.get_seq_length() == 64 + NEW_TOKENS + 10 + NEW_TOKENS - 1
     assert stats(model).bypassed == {"own_cache": 1}
 
 
@@ -458,13 +474,49 @@ def test_a_store_that_changes_bytes_disables_the_connector(llama, attach, store)
 def test_lack_of_memory_for_the_loaded_blocks_breaks_no_generate(llama, attach, monkeypatch):
     model = attach(llama)
     expected = plain(model, prompt_of(64))
+    served(model, prompt_of(64))
 
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(huggingface, "cache_from_rows", fail)
+    monkeypatch.setattr(huggingface, "fill", fail)
     assert torch.equal(expected, served(model, prompt_of(64)))
     assert stats(model).bypassed == {"memory": 1}
+
+
+def test_lack_of_memory_in_the_middle_leaves_a_cache_of_the_caller_empty(llama, attach, monkeypatch):
+    model = attach(llama)
+    expected = served(model, prompt_of(64))
+
+    cache, room = DynamicCache(config=model.config), iter([True, False])
+    plain_update = cache.update
+
+    def update(keys, values, layer):
+        if not next(room, True):
+            raise RuntimeError("out of memory")
+        return plain_update(keys, values, layer)
+
+    monkeypatch.setattr(huggingface_cache, "_restore", lambda cache, layer, states, columns: update(*states, layer))
+    assert torch.equal(expected, served(model, prompt_of(64), **{CACHE_ARGUMENT: cache}))
+    assert stats(model).bypassed == {"memory": 1}
+
+
+@pytest.mark.parametrize("place", ["read_prompt", "ComputedKv"])
+def test_a_mistake_of_the_connector_breaks_no_generate_and_turns_it_off(place, llama, attach, monkeypatch, caplog):
+    model = attach(llama)
+    expected = plain(model, prompt_of(64))
+
+    def fail(*_):
+        raise KeyError(place)
+
+    monkeypatch.setattr(huggingface, place, fail)
+    assert torch.equal(expected, served(model, prompt_of(64)))
+    monkeypatch.undo()
+    for _ in range(2):
+        assert torch.equal(expected, served(model, prompt_of(64)))
+    assert stats(model).failures == {"KeyError": 1}
+    assert stats(model).bypassed["broken"] >= 2
+    assert len([record for record in caplog.records if record.name == "kvstore.connectors.common"]) == 1
 
 
 def test_a_model_that_becomes_unsupported_is_computed_without_the_store(llama, attach):
@@ -501,6 +553,21 @@ def test_a_malformed_salt_is_refused_before_any_forward_pass(llama, attach):
     model = attach(llama)
     with pytest.raises(InvalidNamespaceError, match="salt"):
         served(model, prompt_of(64), kvstore_salt=3)
+
+
+def test_a_generate_that_someone_wrapped_is_called_as_it_was(llama, attach):
+    calls = []
+
+    def wrapped(*args, **kwargs):
+        calls.append(kwargs)
+        return type(llama).generate(llama, *args, **kwargs)
+
+    expected = plain(llama, prompt_of(64))
+    llama.__dict__["generate"] = wrapped
+    model = attach(llama)
+    for _ in range(2):
+        assert torch.equal(expected, served(model, prompt_of(64)))
+    assert (2, 48) == (len(calls), stats(model).loaded_tokens)
 
 
 def test_errors_of_the_caller_are_those_of_transformers(llama, attach):

@@ -7,8 +7,8 @@ import torch
 from transformers import (
     BertConfig,
     BertLMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -16,6 +16,7 @@ from transformers import (
 from kvstore.connectors.common import UnsupportedModelError
 from kvstore.connectors.huggingface import cached
 from kvstore.connectors.huggingface_model import WeightsWatch, describe_model
+from kvstore.layer_groups import SlidingWindow
 
 SMALL = {
     "vocab_size": 128,
@@ -71,10 +72,56 @@ def test_gpt2_is_described_without_rope(gpt2):
     assert (layout.layers, layout.kv_heads, layout.head_dim, layout.rope) == (2, 4, 16, "")
 
 
-def test_sliding_windows_are_refused():
-    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=64))
-    with pytest.raises(UnsupportedModelError, match="DynamicSlidingWindowLayer"):
+def test_layers_with_a_window_are_a_group(new_gemma3):
+    description = describe_model(new_gemma3(), 16)
+    assert (1, 2, 16) == (description.layout.layers, description.layout.kv_heads, description.layout.head_dim)
+    window = SlidingWindow(layers=3, window=40, kv_heads=2, head_dim=16, dtype="float32")
+    assert (window,) == description.layout.groups
+    assert [(2,), (0, 1, 3)] == [layers.layers for layers in description.sets]
+
+
+def test_where_all_layers_have_a_window_one_of_them_is_dense(new_mistral):
+    description = describe_model(new_mistral(), 16)
+    assert (1, 3) == (description.layout.layers, description.layout.groups[0].layers)
+    assert [((0,), 40), ((1, 2, 3), 40)] == [(layers.layers, layers.window) for layers in description.sets]
+    alone = describe_model(new_mistral(num_hidden_layers=1), 16)
+    assert (1, ()) == (alone.layout.layers, alone.layout.groups)
+
+
+def test_a_window_of_a_few_tokens_is_refused(new_mistral):
+    with pytest.raises(UnsupportedModelError, match="sliding window of 8 tokens"):
+        describe_model(new_mistral(sliding_window=8), 16)
+
+
+def test_one_rope_of_several_that_depends_on_the_length_is_refused(new_gemma3):
+    parameters = {"full_attention": LENGTH_DEPENDENT["dynamic"], "sliding_attention": STATIC["default"]}
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
+        describe_model(new_gemma3(rope_parameters=parameters), 16)
+
+
+def test_bidirectional_attention_is_refused(new_gemma3):
+    with pytest.raises(UnsupportedModelError, match="bidirectional"):
+        describe_model(new_gemma3(use_bidirectional_attention=True), 16)
+
+
+def test_attention_in_chunks_is_refused(new_llama):
+    model = new_llama()
+    model.config.attention_chunk_size = 64
+    with pytest.raises(UnsupportedModelError, match="chunks"):
         describe_model(model, 16)
+
+
+def test_a_quantised_cache_is_refused(new_llama):
+    model = new_llama()
+    model.generation_config.cache_implementation = "quantized"
+    with pytest.raises(UnsupportedModelError, match="quantized"):
+        describe_model(model, 16)
+
+
+def test_recurrent_layers_are_refused():
+    config = MambaConfig(vocab_size=128, hidden_size=32, state_size=4, num_hidden_layers=1)
+    with pytest.raises(UnsupportedModelError):
+        describe_model(MambaForCausalLM(config), 16)
 
 
 def test_encoder_decoder_models_are_refused():
