@@ -1,0 +1,289 @@
+"""NIXL with UCX as an engine for remote memory: RDMA where there are adapters, else shared memory or TCP.
+
+The extra `nixl` installs it. What is used is the Python API of https://github.com/ai-dynamo/nixl, version 1.5, with the
+backend UCX (https://openucx.readthedocs.io), whose own variables (UCX_TLS, UCX_NET_DEVICES) choose among transports.
+
+No progress thread: a process that has had one crashes when it ends, and it would take a whole core. So UCX moves bytes
+in software, over TCP and shared memory, only while somebody waits for a transfer or polls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.errors import BulkEngineError, ConfigError
+from kvstore.transport.bulk import METADATA_BYTES_MAX, Move
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+NAME = "nixl"
+_MODULES = ("nixl_cu13", "nixl_cu12")  # the same, built for one CUDA or the other; neither needs it
+_MEMORY = "DRAM"
+# Between two looks at a transfer. A fiftieth of what 16 MiB take at 10 GB/s; without it the interpreter would be busy.
+_NAP_SECONDS = 50e-6
+# How often it is asked whether anybody still wants the transfer: a system call.
+_LOOKS_PER_QUESTION = 20
+# What a peer that is let go gets, so that what was on its way to it is taken back.
+_FAREWELL_LOOKS = 200
+
+
+def load_nixl() -> Any:  # noqa: ANN401  # a module without types
+    """The API of NIXL. Raises ConfigError if it is not installed."""
+    for module in _MODULES:
+        try:
+            api = importlib.import_module(f"{module}._api")
+        except ModuleNotFoundError as err:
+            if err.name != module:
+                raise ConfigError(f"bulk engine {NAME!r}: {module} cannot be imported: {err}") from err
+            continue
+        except ImportError as err:
+            raise ConfigError(f"bulk engine {NAME!r}: {module} cannot be imported: {err}") from err
+        logging.getLogger(api.logger.name).setLevel(logging.WARNING)  # it would write to stdout
+        return api
+    raise ConfigError(f"bulk engine {NAME!r} is not installed; `pip install prefix-kvstore[nixl]`")
+
+
+class NixlEngine:
+    """A kvstore.transport.bulk.BulkEngine. Raises ConfigError where NIXL or its UCX cannot be had.
+
+    `_lock` is held during each call of NIXL, which is not safe for threads as it is used here, and guards all below
+    it. Where UCX moves bytes by copies, it does so in such a call: one at a time, as many bytes as one transfer has.
+    """
+
+    def __init__(self) -> None:
+        api = load_nixl()
+        self._errors = _errors_of(api.nixlBind)
+        self._lock = threading.Lock()
+        self._peers: dict[bytes, NixlPeer] = {}
+        try:
+            settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent: Any = api.nixl_agent(f"kvstore-{uuid.uuid4().hex}", settings)
+        except self._errors as err:
+            raise ConfigError(f"bulk engine {NAME!r} does not start: {_said(err)}") from err
+        if "UCX" not in self._agent.backends:
+            raise ConfigError(f"bulk engine {NAME!r} comes without UCX here; look at the output of NIXL")
+
+    @property
+    def name(self) -> str:
+        """As settings and messages have it."""
+        return NAME
+
+    def register(self, address: int, nbytes: int) -> NixlRegion:
+        """Make memory known: for adapters it is pinned."""
+        with self._lock, self._as_ours(f"register {nbytes} bytes"):
+            return NixlRegion(self, self._open_agent().register_memory([(address, nbytes, 0, "")], _MEMORY))
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach this engine and all memory that is registered now."""
+        with self._lock, self._as_ours("describe itself"):
+            metadata: bytes = self._open_agent().get_agent_metadata()
+            return metadata
+
+    def connect(self, metadata: bytes) -> NixlPeer:
+        """The peer that says this of itself; each call of it is ended by one disconnect()."""
+        if not 0 < len(metadata) <= METADATA_BYTES_MAX:
+            raise BulkEngineError(f"the peer's metadata has {len(metadata)} bytes, expected 1..{METADATA_BYTES_MAX}")
+        with self._lock, self._as_ours("take the peer's metadata"):
+            peer = self._peers.get(metadata)
+            if peer is None:
+                name = self._open_agent().add_remote_agent(metadata)
+                peer = self._peers[metadata] = NixlPeer(self, metadata, name)
+            peer.users += 1
+            return peer
+
+    def poll(self) -> None:
+        """Do what is to be done for transfers that the peers have begun."""
+        with self._lock, self._as_ours("poll"):
+            if self._agent is not None:
+                self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """End all connections; idempotent."""
+        with self._lock:
+            if self._agent is None:
+                return
+            for peer in tuple(self._peers.values()):
+                self.let_go(peer)
+            self._agent = None
+
+    def deregister(self, descriptors: object) -> None:
+        """For NixlRegion."""
+        with self._lock, suppress(*self._errors):
+            if self._agent is not None:
+                self._agent.deregister_memory(descriptors)
+
+    def begin(self, peer: NixlPeer, operation: str, moves: Sequence[Move]) -> NixlTransfer:
+        """For NixlPeer."""
+        local, remote = np.zeros((2, len(moves), 3), dtype=np.uint64)  # address, bytes, device
+        local[:, 0], remote[:, 0] = [move.local for move in moves], [move.remote for move in moves]
+        local[:, 1] = remote[:, 1] = [move.nbytes for move in moves]
+        with self._lock, self._as_ours(f"begin to {operation} {len(moves)} pieces"):
+            agent = self._open_agent()
+            if peer.is_gone:
+                raise BulkEngineError("the peer was let go")
+            handle = agent.initialize_xfer(
+                operation, agent.get_xfer_descs(local, _MEMORY), agent.get_xfer_descs(remote, _MEMORY), peer.agent_name
+            )
+            transfer = NixlTransfer(self, peer, handle)
+            peer.transfers += 1
+            try:
+                transfer.state = agent.transfer(handle)
+            except self._errors:
+                self.end_transfer(transfer)
+                self.let_go(peer)
+                raise
+            return transfer
+
+    def look(self, transfer: NixlTransfer) -> bool:
+        """For NixlTransfer: whether all has moved, in which case the transfer is over."""
+        with self._lock, self._as_ours("go on with a transfer"):
+            if transfer.state == "PROC":
+                if transfer.peer.is_gone:
+                    raise BulkEngineError("the peer was let go in the middle of a transfer")
+                transfer.state = self._open_agent().check_xfer_state(transfer.handle)
+            if transfer.state == "PROC":
+                return False
+            if transfer.state != "DONE":
+                raise BulkEngineError(f"a transfer ended as {transfer.state}")
+            self.end_transfer(transfer)
+            return True
+
+    def break_off(self, transfer: NixlTransfer) -> None:
+        """For NixlTransfer: take it back, and let the peer go, since nothing else ends what was begun with it."""
+        with self._lock:
+            self.end_transfer(transfer)
+            self.let_go(transfer.peer)
+
+    def end_transfer(self, transfer: NixlTransfer) -> None:
+        """With `_lock` held: release the handle."""
+        with suppress(*self._errors):
+            transfer.handle.release()
+        transfer.peer.transfers -= 1
+        self.let_go_unused(transfer.peer)
+
+    def let_go_unused(self, peer: NixlPeer) -> None:
+        """With `_lock` held: let a peer go that nobody needs."""
+        if not peer.users and not peer.transfers:
+            self.let_go(peer)
+
+    def let_go(self, peer: NixlPeer) -> None:
+        """With `_lock` held: disconnect, and give UCX the time to take back what was on its way."""
+        if peer.is_gone or self._agent is None:
+            return
+        peer.is_gone = True
+        self._peers.pop(peer.metadata, None)
+        with suppress(*self._errors):
+            self._agent.remove_remote_agent(peer.agent_name)
+            for _ in range(_FAREWELL_LOOKS):
+                self._agent.get_new_notifs()
+
+    def leave(self, peer: NixlPeer) -> None:
+        """For NixlPeer: one user less."""
+        with self._lock:
+            peer.users -= 1
+            self.let_go_unused(peer)
+
+    def _open_agent(self) -> Any:  # noqa: ANN401  # as load_nixl()
+        if self._agent is None:
+            raise BulkEngineError("the engine is closed")
+        return self._agent
+
+    def _as_ours(self, what: str) -> _Translated:
+        return _Translated(self._errors, what)
+
+
+class NixlRegion:
+    """Registered memory."""
+
+    def __init__(self, engine: NixlEngine, descriptors: object) -> None:
+        self._engine = engine
+        self._descriptors: object | None = descriptors
+
+    def deregister(self) -> None:
+        """Let NIXL forget it; idempotent."""
+        descriptors, self._descriptors = self._descriptors, None
+        if descriptors is not None:
+            self._engine.deregister(descriptors)
+
+
+class NixlPeer:
+    """A peer; the counters and `is_gone` belong to the engine, under its lock."""
+
+    def __init__(self, engine: NixlEngine, metadata: bytes, agent_name: object) -> None:
+        self._engine = engine
+        self.metadata = metadata
+        self.agent_name = agent_name
+        self.users = 0
+        self.transfers = 0
+        self.is_gone = False
+
+    def write(self, moves: Sequence[Move]) -> NixlTransfer:
+        """Begin to write to the peer's memory."""
+        return self._engine.begin(self, "WRITE", moves)
+
+    def read(self, moves: Sequence[Move]) -> NixlTransfer:
+        """Begin to read the peer's memory."""
+        return self._engine.begin(self, "READ", moves)
+
+    def disconnect(self) -> None:
+        """Let the peer go once its last user and transfer have."""
+        self._engine.leave(self)
+
+
+class NixlTransfer:
+    """A transfer; `state` belongs to the engine, under its lock."""
+
+    def __init__(self, engine: NixlEngine, peer: NixlPeer, handle: Any) -> None:  # noqa: ANN401  # as load_nixl()
+        self._engine = engine
+        self.peer = peer
+        self.handle = handle
+        self.state = "PROC"
+
+    def wait(self, ends_at: float, is_unwanted: Callable[[], bool]) -> None:
+        """Return when all bytes have moved; see kvstore.transport.bulk.Transfer."""
+        looks = 0
+        try:
+            while not self._engine.look(self):
+                looks += 1
+                if time.monotonic() >= ends_at:
+                    raise BulkEngineError("the time of a transfer is over")
+                if not looks % _LOOKS_PER_QUESTION and is_unwanted():
+                    raise BulkEngineError("nobody waits for a transfer any more")
+                time.sleep(_NAP_SECONDS)
+        except BaseException:
+            self._engine.break_off(self)
+            raise
+
+
+class _Translated:
+    """NIXL's errors become ours, with what was to be done."""
+
+    def __init__(self, errors: tuple[type[Exception], ...], what: str) -> None:
+        self._errors = errors
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self._errors):
+            raise BulkEngineError(f"NIXL could not {self._what}: {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _errors_of(bindings: Any) -> tuple[type[Exception], ...]:  # noqa: ANN401  # as load_nixl()
+    """The classes of NIXL's errors, which have no root of their own."""
+    values = vars(bindings).values()
+    return tuple(value for value in values if isinstance(value, type) and issubclass(value, Exception))
