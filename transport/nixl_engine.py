@@ -32,8 +32,11 @@ _MEMORY = "DRAM"
 _NAP_SECONDS = 50e-6
 # How often it is asked whether anybody still wants the transfer: a system call.
 _LOOKS_PER_QUESTION = 20
-# What a peer that is let go gets, so that what was on its way to it is taken back.
+# What a peer that is let go gets, so that UCX closes what it had for it.
 _FAREWELL_LOOKS = 200
+# How long a transfer that nobody waits for may take to end by itself, as it does where its peer has died.
+_GRACE_SECONDS = 0.25
+logger = logging.getLogger(__name__)
 
 
 def load_nixl() -> Any:  # noqa: ANN401  # a module without types
@@ -55,32 +58,42 @@ def load_nixl() -> Any:  # noqa: ANN401  # a module without types
 class NixlEngine:
     """A kvstore.transport.bulk.BulkEngine. Raises ConfigError where NIXL or its UCX cannot be had.
 
+    A transfer that does not end cannot be taken back: NIXL lets go of its handle, and UCX goes on sending from the
+    memory when the peer is well again. So the agent is ended then, with all its connections, and a new one begins with
+    the same memory; transfers of others that were under way fail with it.
+
     `_lock` is held during each call of NIXL, which is not safe for threads as it is used here, and guards all below
     it. Where UCX moves bytes by copies, it does so in such a call: one at a time, as many bytes as one transfer has.
     """
 
     def __init__(self) -> None:
-        api = load_nixl()
-        self._errors = _errors_of(api.nixlBind)
+        self._api = load_nixl()
+        self._errors = _errors_of(self._api.nixlBind)
         self._lock = threading.Lock()
         self._peers: dict[bytes, NixlPeer] = {}
-        try:
-            settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            self._agent: Any = api.nixl_agent(f"kvstore-{uuid.uuid4().hex}", settings)
-        except self._errors as err:
-            raise ConfigError(f"bulk engine {NAME!r} does not start: {_said(err)}") from err
-        if "UCX" not in self._agent.backends:
-            raise ConfigError(f"bulk engine {NAME!r} comes without UCX here; look at the output of NIXL")
+        self._regions: set[NixlRegion] = set()
+        self._transfers: set[NixlTransfer] = set()
+        self._restarts = 0
+        self._agent: Any = self._start()  # None once closed
 
     @property
     def name(self) -> str:
         """As settings and messages have it."""
         return NAME
 
+    @property
+    def restarts(self) -> int:
+        """How often a transfer that did not end has cost the agent."""
+        with self._lock:
+            return self._restarts
+
     def register(self, address: int, nbytes: int) -> NixlRegion:
         """Make memory known: for adapters it is pinned."""
         with self._lock, self._as_ours(f"register {nbytes} bytes"):
-            return NixlRegion(self, self._open_agent().register_memory([(address, nbytes, 0, "")], _MEMORY))
+            region = NixlRegion(self, address, nbytes)
+            region.descriptors = self._registered(self._open_agent(), region)
+            self._regions.add(region)
+            return region
 
     def metadata(self) -> bytes:
         """What a peer needs to reach this engine and all memory that is registered now."""
@@ -109,17 +122,16 @@ class NixlEngine:
     def close(self) -> None:
         """End all connections; idempotent."""
         with self._lock:
-            if self._agent is None:
-                return
-            for peer in tuple(self._peers.values()):
-                self.let_go(peer)
-            self._agent = None
+            self._end_agent()
+            self._regions.clear()
 
-    def deregister(self, descriptors: object) -> None:
+    def deregister(self, region: NixlRegion) -> None:
         """For NixlRegion."""
         with self._lock, suppress(*self._errors):
-            if self._agent is not None:
-                self._agent.deregister_memory(descriptors)
+            if region in self._regions:
+                self._regions.remove(region)
+                if self._agent is not None:
+                    self._agent.deregister_memory(region.descriptors)
 
     def begin(self, peer: NixlPeer, operation: str, moves: Sequence[Move]) -> NixlTransfer:
         """For NixlPeer."""
@@ -130,53 +142,91 @@ class NixlEngine:
             agent = self._open_agent()
             if peer.is_gone:
                 raise BulkEngineError("the peer was let go")
-            handle = agent.initialize_xfer(
-                operation, agent.get_xfer_descs(local, _MEMORY), agent.get_xfer_descs(remote, _MEMORY), peer.agent_name
-            )
-            transfer = NixlTransfer(self, peer, handle)
-            peer.transfers += 1
+            here, there = agent.get_xfer_descs(local, _MEMORY), agent.get_xfer_descs(remote, _MEMORY)
+            transfer = NixlTransfer(self, peer, agent.initialize_xfer(operation, here, there, peer.agent_name))
+            self._transfers.add(transfer)
             try:
-                transfer.state = agent.transfer(handle)
-            except self._errors:
-                self.end_transfer(transfer)
-                self.let_go(peer)
+                transfer.state = agent.transfer(transfer.handle)
+            except self._errors as err:
+                self._give_up(transfer, err)
                 raise
             return transfer
 
     def look(self, transfer: NixlTransfer) -> bool:
-        """For NixlTransfer: whether all has moved, in which case the transfer is over."""
+        """For NixlTransfer: whether all has moved. It is over then, and if this raises because its peer is gone."""
         with self._lock, self._as_ours("go on with a transfer"):
+            if transfer not in self._transfers:
+                raise BulkEngineError("the engine was started again in the middle of a transfer")
             if transfer.state == "PROC":
-                if transfer.peer.is_gone:
-                    raise BulkEngineError("the peer was let go in the middle of a transfer")
-                transfer.state = self._open_agent().check_xfer_state(transfer.handle)
+                try:
+                    transfer.state = self._agent.check_xfer_state(transfer.handle)
+                except self._errors as err:
+                    self._give_up(transfer, err)
+                    raise
             if transfer.state == "PROC":
                 return False
             if transfer.state != "DONE":
                 raise BulkEngineError(f"a transfer ended as {transfer.state}")
-            self.end_transfer(transfer)
+            self._end_transfer(transfer)
             return True
 
     def break_off(self, transfer: NixlTransfer) -> None:
-        """For NixlTransfer: take it back, and let the peer go, since nothing else ends what was begun with it."""
+        """For NixlTransfer: see to it that it moves nothing any more, whatever that costs."""
         with self._lock:
-            self.end_transfer(transfer)
-            self.let_go(transfer.peer)
+            if transfer in self._transfers:
+                self._restart()
 
-    def end_transfer(self, transfer: NixlTransfer) -> None:
-        """With `_lock` held: release the handle."""
+    def leave(self, peer: NixlPeer) -> None:
+        """For NixlPeer: one user less."""
+        with self._lock:
+            peer.users -= 1
+            if not peer.users:
+                self._let_go(peer)
+
+    def _start(self) -> Any:  # noqa: ANN401  # as load_nixl()
+        settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        try:
+            agent = self._api.nixl_agent(f"kvstore-{uuid.uuid4().hex}", settings)
+        except self._errors as err:
+            raise ConfigError(f"bulk engine {NAME!r} does not start: {_said(err)}") from err
+        if "UCX" not in agent.backends:
+            raise ConfigError(f"bulk engine {NAME!r} comes without UCX here; look at the output of NIXL")
+        return agent
+
+    def _give_up(self, transfer: NixlTransfer, error: Exception) -> None:
+        """End a transfer that failed. If its peer is gone nothing can reach that; else some of it may still move."""
+        if isinstance(error, self._api.nixlBind.nixlRemoteDisconnectError):
+            self._end_transfer(transfer)
+            self._let_go(transfer.peer)
+        else:
+            self._restart()
+
+    def _restart(self) -> None:
+        """End the agent with all that it was doing, and begin another with the same memory. 0.1 s."""
+        self._restarts += 1
+        self._end_agent()
+        try:
+            self._agent = self._start()
+            for region in self._regions:
+                region.descriptors = self._registered(self._agent, region)
+        except (*self._errors, ConfigError):
+            self._agent = None
+            logger.exception("an engine for bytes is lost, all bytes go over sockets: engine=%s", NAME)
+
+    def _end_agent(self) -> None:
+        for transfer in tuple(self._transfers):
+            self._end_transfer(transfer)
+        for peer in tuple(self._peers.values()):
+            self._let_go(peer)
+        self._agent = None  # the last reference: handles have theirs, and were let go
+
+    def _end_transfer(self, transfer: NixlTransfer) -> None:
+        self._transfers.discard(transfer)
         with suppress(*self._errors):
             transfer.handle.release()
-        transfer.peer.transfers -= 1
-        self.let_go_unused(transfer.peer)
+        transfer.handle = None
 
-    def let_go_unused(self, peer: NixlPeer) -> None:
-        """With `_lock` held: let a peer go that nobody needs."""
-        if not peer.users and not peer.transfers:
-            self.let_go(peer)
-
-    def let_go(self, peer: NixlPeer) -> None:
-        """With `_lock` held: disconnect, and give UCX the time to take back what was on its way."""
+    def _let_go(self, peer: NixlPeer) -> None:
         if peer.is_gone or self._agent is None:
             return
         peer.is_gone = True
@@ -186,11 +236,9 @@ class NixlEngine:
             for _ in range(_FAREWELL_LOOKS):
                 self._agent.get_new_notifs()
 
-    def leave(self, peer: NixlPeer) -> None:
-        """For NixlPeer: one user less."""
-        with self._lock:
-            peer.users -= 1
-            self.let_go_unused(peer)
+    def _registered(self, agent: Any, region: NixlRegion) -> object:  # noqa: ANN401  # as load_nixl()
+        descriptors: object = agent.register_memory([(region.address, region.nbytes, 0, "")], _MEMORY)
+        return descriptors
 
     def _open_agent(self) -> Any:  # noqa: ANN401  # as load_nixl()
         if self._agent is None:
@@ -202,28 +250,27 @@ class NixlEngine:
 
 
 class NixlRegion:
-    """Registered memory."""
+    """Registered memory; `descriptors` are the engine's, under its lock."""
 
-    def __init__(self, engine: NixlEngine, descriptors: object) -> None:
+    def __init__(self, engine: NixlEngine, address: int, nbytes: int) -> None:
         self._engine = engine
-        self._descriptors: object | None = descriptors
+        self.address = address
+        self.nbytes = nbytes
+        self.descriptors: object = None
 
     def deregister(self) -> None:
         """Let NIXL forget it; idempotent."""
-        descriptors, self._descriptors = self._descriptors, None
-        if descriptors is not None:
-            self._engine.deregister(descriptors)
+        self._engine.deregister(self)
 
 
 class NixlPeer:
-    """A peer; the counters and `is_gone` belong to the engine, under its lock."""
+    """A peer; the counter and `is_gone` belong to the engine, under its lock."""
 
     def __init__(self, engine: NixlEngine, metadata: bytes, agent_name: object) -> None:
         self._engine = engine
         self.metadata = metadata
         self.agent_name = agent_name
         self.users = 0
-        self.transfers = 0
         self.is_gone = False
 
     def write(self, moves: Sequence[Move]) -> NixlTransfer:
@@ -235,33 +282,42 @@ class NixlPeer:
         return self._engine.begin(self, "READ", moves)
 
     def disconnect(self) -> None:
-        """Let the peer go once its last user and transfer have."""
+        """Let the peer go once its last user has. Whoever has a transfer under way is a user."""
         self._engine.leave(self)
 
 
 class NixlTransfer:
-    """A transfer; `state` belongs to the engine, under its lock."""
+    """A transfer; its fields belong to the engine, under its lock."""
 
     def __init__(self, engine: NixlEngine, peer: NixlPeer, handle: Any) -> None:  # noqa: ANN401  # as load_nixl()
         self._engine = engine
         self.peer = peer
-        self.handle = handle
+        self.handle: Any = handle
         self.state = "PROC"
 
     def wait(self, ends_at: float, is_unwanted: Callable[[], bool]) -> None:
         """Return when all bytes have moved; see kvstore.transport.bulk.Transfer."""
         looks = 0
+        given_up: str | None = None
         try:
             while not self._engine.look(self):
                 looks += 1
-                if time.monotonic() >= ends_at:
-                    raise BulkEngineError("the time of a transfer is over")
-                if not looks % _LOOKS_PER_QUESTION and is_unwanted():
-                    raise BulkEngineError("nobody waits for a transfer any more")
+                if given_up is None:
+                    if time.monotonic() >= ends_at:
+                        given_up = "the time of a transfer is over"
+                    elif not looks % _LOOKS_PER_QUESTION and is_unwanted():
+                        given_up = "nobody waits for a transfer any more"
+                    if given_up is not None:
+                        ends_at = time.monotonic() + _GRACE_SECONDS
+                elif time.monotonic() >= ends_at:
+                    break
                 time.sleep(_NAP_SECONDS)
         except BaseException:
             self._engine.break_off(self)
             raise
+        if given_up is not None:
+            self._engine.break_off(self)
+            raise BulkEngineError(given_up)
 
 
 class _Translated:

@@ -194,6 +194,16 @@ class TransportServer:
         """Prompts that a client of the fast lane had to send whole since their beginning was not known here."""
         return self._lane.resent_prompts
 
+    @property
+    def bulk_engine_bytes(self) -> dict[str, int]:
+        """Bytes that the engine for remote memory has moved, by direction."""
+        return {} if self._state.bulk_engine is None else self._state.bulk_engine.moved_bytes
+
+    @property
+    def bulk_engine_failures(self) -> dict[str, int]:
+        """What the engine for remote memory could not do."""
+        return {} if self._state.bulk_engine is None else self._state.bulk_engine.failures
+
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let open ones run for `grace_seconds`, end all sessions. Idempotent."""
         if self._server is None:
