@@ -223,5 +223,5 @@ there.close()
 def test_what_makes_no_sense_is_refused_by_a_typed_error(start: Callable[..., subprocess.Popen[str]]):
     process = start("-c", MISUSE_PROGRAM)
     assert process.stdout is not None
-    assert ["refused"] * 9 == process.stdout.read().split()
+    assert ["refused"] * 10 == process.stdout.read().split()
     assert 0 == process.wait(ANSWER_SECONDS)
