@@ -52,7 +52,7 @@ def say(text: object) -> None:
 class Blocks:
     """Blocks of one size in the store, read and written by one client."""
 
-    def __init__(self, store: Any, block_bytes: int, all_bytes: int) -> None:
+    def __init__(self, store: Any, block_bytes: int, all_bytes: int) -> None:  # noqa: ANN401  # as open_store()
         self._store = store
         self._size = block_bytes
         self._target = np.zeros(all_bytes, dtype=np.uint8)

@@ -143,13 +143,13 @@ class EngineCalls:
 
         def load_some(message: pb.LoadRequest, first: int, piece: NDArray[np.uint8], ends_at: float) -> _Done:
             into = target[first * row_bytes : (first + message.blocks) * row_bytes]
-            answer, filled_bytes = self._sockets.load(message, into, ends_at, grip)
+            answer, filled_bytes = self._sockets.load(message, into, ends_at)
             summary = _parsed(pb.LoadResponse, answer).summary
             if not filled_bytes:
                 _take(into, piece, row_bytes, summary, message.blocks)
             return _Done(summary.blocks, summary.blocks)
 
-        done = self._by_engine(message, row_bytes, ends_at, load_some)
+        done = self._by_engine(message, row_bytes, ends_at, load_some, grip)
         loaded, is_short = done.taken, done.rows > done.taken
         if loaded < asked and not is_short:
             rest = _part_of(message, loaded, asked - loaded)
@@ -166,10 +166,10 @@ class EngineCalls:
         def write_some(message: pb.WriteStart, first: int, piece: NDArray[np.uint8], ends_at: float) -> _Done:
             rows = source[first * row_bytes : (first + message.blocks) * row_bytes]
             message.digests.extend(_put(rows, piece, row_bytes))
-            answer = _parsed(pb.WriteResponse, self._sockets.write(message, _NOTHING, ends_at, grip))
+            answer = _parsed(pb.WriteResponse, self._sockets.write(message, _NOTHING, ends_at))
             return _Done(message.blocks, answer.rows)
 
-        done = self._by_engine(message, row_bytes, ends_at, write_some)
+        done = self._by_engine(message, row_bytes, ends_at, write_some, grip)
         taken = done.taken
         if done.rows < asked:
             rest = _part_of(message, done.rows, asked - done.rows)
@@ -188,13 +188,18 @@ class EngineCalls:
         """In the child of a fork."""
         self._sockets.forget()
 
-    def _by_engine(self, message: M, row_bytes: int, ends_at: float, operation: _Operation[M]) -> _Done:
-        """Go on until all is done, an answer is short, or the engine cannot; a short one counts the rows it lacks."""
+    def _by_engine(
+        self, message: M, row_bytes: int, ends_at: float, operation: _Operation[M], grip: Grip | None
+    ) -> _Done:
+        """Go on until all is done, an answer is short, or the engine cannot; a short one counts the rows it lacks.
+
+        A cancel takes effect between two pieces: in the middle of one nobody would know when the server has ended.
+        """
         client = self._client
         rows_max = min(ROWS_MAX, client.landing.piece_bytes // row_bytes)
         rows = taken = 0
         engine_ends_at = ends_at - (ends_at - time.monotonic()) * (1 - _ENGINE_SHARE)
-        while rows_max and rows < message.blocks and client.is_usable:
+        while rows_max and rows < message.blocks and client.is_usable and not (grip is not None and grip.cancelled):
             part = _part_of(message, rows, min(rows_max, message.blocks - rows))
             try:
                 done = self._one_piece(part, rows, engine_ends_at, operation)

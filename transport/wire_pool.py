@@ -31,6 +31,12 @@ class Grip:
         self._peer: BulkSocket | None = None
         self._cancelled = False
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether the transfer was broken off."""
+        with self._lock:
+            return self._cancelled
+
     def cancel(self) -> None:
         """Let the transfer fail soon; idempotent."""
         with self._lock:

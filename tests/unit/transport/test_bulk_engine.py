@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,14 +13,16 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import BulkEngineError, InvalidArgumentError, PermissionDeniedError, UnavailableError
+from kvstore.config import BULK_CHOICES
+from kvstore.errors import BulkEngineError, ConfigError, InvalidArgumentError, PermissionDeniedError, UnavailableError
 from kvstore.store.settings import StoreSettings
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
 from kvstore.testing.serving import ServedStore
 from kvstore.testing.vm_engine import VmEngine, VmPeer, VmTransfer
-from kvstore.transport import bulk_client
+from kvstore.transport import bulk_choice, bulk_client, nixl_engine
 from kvstore.transport.address import parse_address
+from kvstore.transport.aio import AsyncClient, AsyncKeeper
 from kvstore.transport.bulk_client import BulkEngineClient
 from kvstore.transport.bulk_memory import Landing
 from kvstore.transport.bulk_rows import BulkEngineHost, EngineSeat, TransferEnd
@@ -27,6 +31,8 @@ from kvstore.transport.keeper import LinkKeeper
 from kvstore.transport.link import Deadlines
 from kvstore.transport.principal import Principal
 from kvstore.transport.roles import Role
+from kvstore.transport.wire_link import WireLink
+from kvstore.transport.wire_pool import Grip
 from kvstore.types import Namespace
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -291,6 +297,70 @@ def test_in_the_child_of_a_fork_nothing_goes_through_the_engine(served: ServedSt
         assert BLOCKS == verified_blocks(client, NAMESPACE, PROMPT)
         assert before == moved(client)
         monkeypatch.undo()
+
+
+async def store_and_load(served: ServedStore, bulk: BulkEngineClient) -> int:
+    keeper = AsyncKeeper(parse_address(served.addresses[0]), None, bulk)
+    async with AsyncClient(keeper, Deadlines(lookup_seconds=10.0, bulk_seconds=30.0)) as client:
+        stage = await client.stage(NAMESPACE, PROMPT)
+        await stage.write_from(expected_rows(NAMESPACE, PROMPT))
+        await stage.commit()
+        lease = await client.lease(await client.match(NAMESPACE, PROMPT))
+        rows = np.zeros((BLOCKS, ROW_BYTES), dtype=np.uint8)
+        loaded = await lease.load_into(rows)
+        assert np.array_equal(expected_rows(NAMESPACE, PROMPT), rows)
+        assert client.bulk == bulk.status
+        return loaded.blocks
+
+
+def test_a_client_of_an_event_loop_uses_the_engine_too(served: ServedStore):
+    bulk = BulkEngineClient(VmEngine())
+    assert BLOCKS == asyncio.run(store_and_load(served, bulk))
+    assert (2 * PROMPT_BYTES, 0) == (bulk.status.moved_bytes, bulk.status.failures)
+
+
+def test_a_cancelled_load_stops_between_two_pieces_and_costs_none(served: ServedStore, engine: BadEngine):
+    with client_of(served) as client:
+        store_prompt(client, NAMESPACE, PROMPT)
+        lease = client.lease(client.match(NAMESPACE, PROMPT))
+        link = lease._held.link
+        assert isinstance(link, WireLink)
+        grip = Grip()
+        engine.before = lambda _: grip.cancel()
+        request = pb.LoadRequest(session_id=link.session.session_id, lease_id=lease._lease_id, blocks=BLOCKS)
+        target = np.zeros(PROMPT_BYTES, dtype=np.uint8)
+        with pytest.raises(UnavailableError, match="cancelled"):
+            link._pool.load(request, target.data, time.monotonic() + 10.0, grip)
+        engine.before = lambda _: None
+        assert (PROMPT_BYTES + 3 * ROW_BYTES, 0) == moved(client)
+        assert not target[3 * ROW_BYTES :].any()
+        assert BLOCKS == verified_blocks(client, NAMESPACE, PROMPT)
+
+
+def test_memory_named_to_a_server_without_an_engine_is_refused(store: kvstore.KvStore):
+    with ServedStore(store) as served, client_of(served) as client:
+        store_prompt(client, NAMESPACE, PROMPT)
+        lease = client.lease(client.match(NAMESPACE, PROMPT))
+        link = lease._held.link
+        assert isinstance(link, WireLink)
+        request = pb.LoadRequest(
+            session_id=link.session.session_id, lease_id=lease._lease_id, blocks=BLOCKS, memory=MEMORY
+        )
+        target = np.zeros(PROMPT_BYTES, dtype=np.uint8)
+        with pytest.raises(InvalidArgumentError, match="this server has none"):
+            link._pool.load(request, target.data, time.monotonic() + 10.0)
+        assert BLOCKS == verified_blocks(client, NAMESPACE, PROMPT)
+
+
+def test_an_engine_that_is_not_installed_or_not_known_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(nixl_engine, "_MODULES", ("nixl_of_no_version",))
+    with pytest.raises(ConfigError, match=r"pip install prefix-kvstore\[nixl\]"):
+        kvstore.connect("127.0.0.1:1", bulk="nixl")
+    with pytest.raises(ConfigError, match="'verbs', expected one of socket, nixl"):
+        kvstore.connect("127.0.0.1:1", bulk="verbs")
+    assert BULK_CHOICES == bulk_choice.CHOICES
 
 
 UNTIL = TransferEnd(0.0, lambda: False)
