@@ -205,11 +205,12 @@ class NixlEngine:
         """End the agent with all that it was doing, and begin another with the same memory. 0.1 s."""
         self._restarts += 1
         self._end_agent()
+        failures: tuple[type[Exception], ...] = (*self._errors, ConfigError)
         try:
             self._agent = self._start()
             for region in self._regions:
                 region.descriptors = self._registered(self._agent, region)
-        except (*self._errors, ConfigError):
+        except failures:
             self._agent = None
             logger.exception("an engine for bytes is lost, all bytes go over sockets: engine=%s", NAME)
 
