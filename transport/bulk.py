@@ -125,7 +125,7 @@ class BulkEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in settings and messages."""
+        """What it is called in messages: the same on both sides if they can work together."""
         ...
 
     def register(self, address: int, nbytes: int) -> Region:

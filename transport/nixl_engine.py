@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +69,7 @@ class NixlEngine:
 
     def __init__(self) -> None:
         self._api = load_nixl()
+        self._name = f"{NAME}/{metadata.version(self._api.__name__.partition('.')[0])}"
         self._errors = _errors_of(self._api.nixlBind)
         self._lock = threading.Lock()
         self._peers: dict[bytes, NixlPeer] = {}
@@ -78,8 +80,8 @@ class NixlEngine:
 
     @property
     def name(self) -> str:
-        """As settings and messages have it."""
-        return NAME
+        """With its version: what NIXL and UCX say of themselves is read without checks, so only the same ones meet."""
+        return self._name
 
     @property
     def restarts(self) -> int:
@@ -98,11 +100,14 @@ class NixlEngine:
     def metadata(self) -> bytes:
         """What a peer needs to reach this engine and all memory that is registered now."""
         with self._lock, self._as_ours("describe itself"):
-            metadata: bytes = self._open_agent().get_agent_metadata()
-            return metadata
+            description: bytes = self._open_agent().get_agent_metadata()
+            return description
 
     def connect(self, metadata: bytes) -> NixlPeer:
-        """The peer that says this of itself; each call of it is ended by one disconnect()."""
+        """The peer that says this of itself; each call of it is ended by one disconnect().
+
+        Native code reads it, and may end the process over bytes that no NIXL has made.
+        """
         if not 0 < len(metadata) <= METADATA_BYTES_MAX:
             raise BulkEngineError(f"the peer's metadata has {len(metadata)} bytes, expected 1..{METADATA_BYTES_MAX}")
         with self._lock, self._as_ours("take the peer's metadata"):

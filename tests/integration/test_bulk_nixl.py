@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvstore
+from kvstore.transport.client import DEFAULT_DEADLINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ PROGRAMS = Path(__file__).parent
 BLOCKS = 64
 PROMPT_BYTES = BLOCKS * 2**20
 ANSWER_SECONDS = 20.0
+SLACK_SECONDS = 2.0  # the process has to get to the next load, and to say so
 # What UCX may use: what it finds, which is the kernel's copy between processes; or TCP over the loopback.
 TRANSPORTS = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}}
 
@@ -170,6 +172,22 @@ def test_a_client_of_a_killed_server_ends_in_time_and_well(
     assert ["unavailable"] == said
     assert ["closed"] == line(process)
     assert 0 == process.wait(ANSWER_SECONDS)
+
+
+def test_a_load_from_a_stopped_server_ends_in_time(
+    server: Server, client: Callable[[float, str], subprocess.Popen[str]]
+):
+    bulk_seconds = 1.0
+    process = client(bulk_seconds, "go on")
+    assert str(BLOCKS) == line(process)[0]
+    line(process)
+    with stopped(server.process):
+        since = time.monotonic()
+        while (said := line(process)) == [str(BLOCKS)]:
+            pass
+        seconds = time.monotonic() - since
+    assert ["unavailable"] == said
+    assert seconds < 2 * (bulk_seconds + PROMPT_BYTES / DEFAULT_DEADLINES.floor_bytes_per_second) + SLACK_SECONDS
 
 
 def test_nothing_is_written_from_memory_whose_transfer_was_broken_off(start: Callable[..., subprocess.Popen[str]]):
