@@ -55,7 +55,7 @@ class Mooncake:
 
     def __init__(self, stack: ExitStack, python: str, block_bytes: int) -> None:
         program = str(Path(__file__).with_name("mooncake_peer.py"))
-        self._process = stack.enter_context(
+        self._process = stack.enter_context(  # it ends, with all that it has started, when its stdin does
             subprocess.Popen(
                 (python, "-P", program, str(block_bytes), str(BULK_BYTES)),
                 stdin=subprocess.PIPE,
@@ -63,7 +63,6 @@ class Mooncake:
                 text=True,
             )
         )
-        stack.callback(self._process.terminate)
         self.version = self._answer()
 
     def __call__(self, what: str) -> float:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,11 @@ def main() -> None:
     if sys.argv[1] == "lend":
         lend(sys.argv[2])
     port = free_port()
-    command = [
-        str(Path(sys.executable).with_name("mooncake_master")),
-        f"--rpc_port={port}",
-        f"--metrics_port={free_port()}",
-    ]
+    package = find_spec("mooncake")
+    assert package is not None, "this Python has no Mooncake"
+    assert package.origin is not None, package
+    program = Path(package.origin).with_name("mooncake_master")  # itself: the command of that name starts a child
+    command = [str(program), f"--rpc_port={port}", f"--metrics_port={free_port()}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:
         lending = [sys.executable, "-P", __file__, "lend", f"{HOST}:{port}"]
         with subprocess.Popen(lending, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as lender:
