@@ -18,7 +18,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full bench soak fuzz gpu check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -30,6 +30,7 @@ help:
 	@echo 'make soak          ten minutes of load on a sidecar, which must not grow'
 	@echo 'make fuzz          a million damaged inputs for each decoder, reader and service; hours'
 	@echo 'make gpu           on a machine with a CUDA GPU: its tests, and what copies cost'
+	@echo 'make nixl          install NIXL, test bytes through it, and what they cost'
 	@echo 'make protos        regenerate the code of protos/'
 	@echo 'make baseline      at a release: what protos/ may not break from then on'
 	@echo 'make clean         remove what was built, but not .venv'
@@ -77,6 +78,12 @@ GPU_PYTHON ?= $(BIN)/python
 gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu -m gpu
 	$(GPU_PYTHON) bench/bench_device.py --json bench/results/device-gpu.json
+
+# NIXL takes 210 MB, so it is no part of `make dev`. MOONCAKE_PYTHON names a Python to compare with, if there is one.
+nixl: dev
+	$(BIN)/pip install --quiet --constraint $(TORCH_PIN) 'nixl-cu13==1.5.1'
+	$(BIN)/pytest tests/integration/test_bulk_nixl.py $(PYTEST_ARGS)
+	$(BIN)/python bench/bench_bulk.py $(if $(MOONCAKE_PYTHON),--mooncake $(MOONCAKE_PYTHON)) --json bench/results/bulk.json
 
 lint: dev
 	$(BIN)/ruff check

@@ -37,6 +37,7 @@ _SECONDS_MAX = 30 * 86400
 # Those of kvstore.radix, which is too high up to be imported here.
 EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
 HUGE_PAGES = ("auto", "never", "required")  # that of kvstore.tiers, likewise
+BULK_CHOICES = ("socket", "nixl")  # those of kvstore.transport, likewise
 DISK_ADMISSIONS = ("worth", "demotion", "reuse", "write_through")  # those of kvstore.store
 
 
@@ -181,6 +182,21 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransportConfig:
+    """How bytes travel."""
+
+    bulk: str = _setting(
+        BULK_CHOICES[0],
+        Kind.TEXT,
+        "What moves the bytes of loads and stores: socket, or nixl for clients that ask for it (extra `nixl`).",
+        choices=BULK_CHOICES,
+    )
+    bulk_tenants: tuple[str, ...] = _setting(
+        (), Kind.LIST, "Tenants whose clients may use transport.bulk, besides those who have all tenants; *: any."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     """Limits of the store itself, for all clients together. The store's StoreSettings has the same."""
 
@@ -314,6 +330,7 @@ class Config:
     tiers: TiersConfig = field(default_factory=TiersConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict, metadata={"by_name": TenantConfig})
     quota: Mapping[str, QuotaConfig] = field(default_factory=dict, metadata={"by_name": QuotaConfig})
     events: EventsConfig = field(default_factory=EventsConfig)

@@ -12,6 +12,7 @@
       UnauthenticatedError                       who calls is not known: no token, or a wrong, expired or revoked one
       NoSpaceError                               a tier, lease or stage limit is reached and nothing may go
       UnavailableError                           the sidecar cannot be reached, is stopping, or was too slow
+        BulkEngineError                          an engine for remote memory could not move bytes; sockets still can
       ClosedError                                a store, lease or stage was used after its end
       StorageError                               the data directory cannot be used
         DirectoryLockedError                     another process holds it
@@ -75,6 +76,10 @@ class NoSpaceError(KvstoreError):
 
 class UnavailableError(KvstoreError):
     """The sidecar cannot be reached, is stopping, or did not answer within the deadline."""
+
+
+class BulkEngineError(UnavailableError):
+    """An engine for remote memory access could not move bytes; the same bytes can still go over sockets."""
 
 
 class ClosedError(KvstoreError):

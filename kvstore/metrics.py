@@ -251,6 +251,16 @@ class ProcessState(Protocol):
         """Prompts that a client had to send whole since their beginning was not known here."""
         ...
 
+    @property
+    def bulk_engine_bytes(self) -> dict[str, int]:
+        """Bytes that the engine for remote memory has moved, by direction."""
+        ...
+
+    @property
+    def bulk_engine_failures(self) -> dict[str, int]:
+        """What the engine for remote memory could not do."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessMetric:
@@ -296,6 +306,18 @@ PROCESS_METRICS = (
         "kvstore_resent_prompts_total",
         "Prompts sent whole since what was sent before of them was not remembered any more.",
         lambda process: _single(process.resent_prompts),
+    ),
+    ProcessMetric(
+        "kvstore_bulk_engine_bytes_total",
+        "Bytes that the engine for remote memory access has moved, by direction.",
+        lambda process: _by_label(process.bulk_engine_bytes),
+        ("direction",),
+    ),
+    ProcessMetric(
+        "kvstore_bulk_engine_failures_total",
+        "Calls that the engine for remote memory access could not serve, by what it was asked; sockets did instead.",
+        lambda process: _by_label(process.bulk_engine_failures),
+        ("what",),
     ),
 )
 

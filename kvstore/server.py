@@ -30,6 +30,7 @@ from kvstore.node_pages import NodeHealth, NodePages
 from kvstore.quantities import format_size
 from kvstore.store import Quota, StoreSettings, open_store
 from kvstore.tiers.memory_limit import memory_limit, share_bytes
+from kvstore.transport.bulk_choice import engine_host
 from kvstore.transport.limits import ServiceLimits
 from kvstore.transport.security import security_of
 from kvstore.transport.server import TransportServer
@@ -69,7 +70,13 @@ def run(config: Config, *, ready: TextIO) -> None:
         store = stack.enter_context(_open(config))
         calls = CallMetrics()
         server = TransportServer(
-            store, listen=config.server.listen, secrets=secrets, limits=limits, observer=calls, security=security
+            store,
+            listen=config.server.listen,
+            secrets=secrets,
+            limits=limits,
+            observer=calls,
+            security=security,
+            bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls)

@@ -16,6 +16,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from kvstore.tiers._core import _copy
 from kvstore.tiers.huge_pages import HUGE_PAGE_BYTES, PageKind
 
@@ -97,6 +99,8 @@ class Extent:
         if whole < self.nbytes:
             os.ftruncate(self._fd, whole)
             self.nbytes = whole
+            # An array of its own, so that who follows a view to all of its memory finds nothing beyond the end.
+            self._memory = np.frombuffer(self._memory.data[:whole], dtype=np.uint8)
             self.touched_bytes = min(self.touched_bytes, whole)
             self.locked_bytes = min(self.locked_bytes, whole)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)

@@ -19,6 +19,7 @@ from kvstore.transport.address import parse_address
 from kvstore.transport.aio_handles import AsyncHeld, AsyncLease, AsyncPrefetch, AsyncStage
 from kvstore.transport.aio_link import LoopThreads, open_async_link
 from kvstore.transport.breaker import GuardedServer
+from kvstore.transport.bulk_choice import engine_client
 from kvstore.transport.client import ServerStatus, event_step_seconds, prefetch_step_seconds
 from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import PROBE_SECONDS, open_link
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.aio_link import AsyncLink
     from kvstore.transport.breaker import BreakerStatus
+    from kvstore.transport.bulk_client import BulkEngineClient, BulkStatus
     from kvstore.transport.link import Deadlines
     from kvstore.transport.plans import Plan
     from kvstore.types import Namespace, Pin, Root, ScrubPage, StoreStats, Tier, TokenArray, Verification
@@ -55,9 +57,13 @@ class AsyncKeeper:
     """
 
     def __init__(
-        self, address: UnixAddress | TcpAddress, on_breaker_change: Callable[[BreakerStatus], None] | None
+        self,
+        address: UnixAddress | TcpAddress,
+        on_breaker_change: Callable[[BreakerStatus], None] | None,
+        bulk: BulkEngineClient | None = None,
     ) -> None:
         self.threads = LoopThreads()
+        self._bulk = bulk
         self._address = address
         self._guard = GuardedServer(str(address), partial(_probe, address), on_breaker_change)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,6 +75,11 @@ class AsyncKeeper:
     def breaker(self) -> BreakerStatus:
         """State of the breaker."""
         return self._guard.breaker.status
+
+    @property
+    def bulk(self) -> BulkStatus | None:
+        """What its engine for bytes has done; None if it has none."""
+        return None if self._bulk is None else self._bulk.status
 
     async def run(
         self,
@@ -124,6 +135,8 @@ class AsyncKeeper:
             self._link.close()
         await asyncio.to_thread(self._guard.close)
         self.threads.close()
+        if self._bulk is not None:
+            await asyncio.to_thread(self._bulk.close)
 
     async def _attempt(
         self,
@@ -158,7 +171,7 @@ class AsyncKeeper:
 
     async def _open(self, ends_at: float) -> AsyncLink:
         try:
-            self._link = await open_async_link(self._address, self.threads, ends_at)
+            self._link = await open_async_link(self._address, self.threads, ends_at, self._bulk)
             return self._link
         finally:
             self._opening = None
@@ -181,6 +194,11 @@ class AsyncClient:
     def breaker(self) -> BreakerStatus:
         """Whether the server is asked at all, and why not."""
         return self._keeper.breaker
+
+    @property
+    def bulk(self) -> BulkStatus | None:
+        """What the engine for bytes has done; None where it was not asked for."""
+        return self._keeper.bulk
 
     def within(self, seconds: float) -> AsyncClient:
         """This client with another deadline for all its calls; it shares the connection."""
@@ -384,6 +402,7 @@ def connect_async(
     tls_cert: str | None = None,
     tls_key: str | None = None,
     token_file: str | None = None,
+    bulk: str = "socket",
 ) -> AsyncClient:
     """An AsyncClient of the server at `address`; as kvstore.connect, and like it connects at the first call only."""
     deadlines = threaded.chosen_deadlines(
@@ -393,8 +412,8 @@ def connect_async(
         long_seconds=long_seconds,
     )
     credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
-    keeper = AsyncKeeper(with_credentials(parse_address(address), credentials), on_breaker_change)
-    return AsyncClient(keeper, deadlines)
+    target = with_credentials(parse_address(address), credentials)
+    return AsyncClient(AsyncKeeper(target, on_breaker_change, engine_client(bulk)), deadlines)
 
 
 def _probe(address: UnixAddress | TcpAddress) -> bool:

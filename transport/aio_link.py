@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress
+    from kvstore.transport.bulk import BulkCalls
+    from kvstore.transport.bulk_client import BulkEngineClient
     from kvstore.transport.link import Link, Lookup, Rpc
     from kvstore.transport.wire_exchange import Answer
     from kvstore.types import Namespace
@@ -182,7 +184,14 @@ class WireAsyncLink:
 
     lane = "wire"
 
-    def __init__(self, exchange: AsyncExchange, address: UnixAddress | TcpAddress, threads: LoopThreads) -> None:
+    def __init__(
+        self,
+        exchange: AsyncExchange,
+        address: UnixAddress | TcpAddress,
+        threads: LoopThreads,
+        bulk: BulkEngineClient | None = None,
+    ) -> None:
+        self._bulk = bulk
         self.session = pb.SessionResponse()
         self._exchange = exchange
         self._address = address
@@ -192,7 +201,7 @@ class WireAsyncLink:
         self._namespaces = OpenNamespaces()
         self._prompt_head = new_prompt_heads()
         self._prompts = SentPrompts(0)
-        self._pool = BulkPool(address, b"")
+        self._pool: BulkCalls = BulkPool(address, b"")
 
     async def open(self, prompt_bytes: int, ends_at: float) -> None:
         """Open the session; the first call."""
@@ -200,6 +209,8 @@ class WireAsyncLink:
         request = await self._threads.short(partial(session_request, self._address))
         self.session = await self.call(SESSION, request, ends_at)
         self._pool = BulkPool(self._address, self.session.session_id)
+        if self._bulk is not None:
+            self._pool = self._bulk.over(self._pool, self.session)
 
     @property
     def ended(self) -> bool:
@@ -339,11 +350,13 @@ class ThreadedLink:
         self._connection.give_up(rpc, request, seconds)
 
 
-async def open_async_link(address: UnixAddress | TcpAddress, threads: LoopThreads, ends_at: float) -> AsyncLink:
+async def open_async_link(
+    address: UnixAddress | TcpAddress, threads: LoopThreads, ends_at: float, bulk: BulkEngineClient | None = None
+) -> AsyncLink:
     """A session over the fast lane where it is there, else over gRPC. Dials in a thread."""
     if not address.grpc_only:
         try:
-            return await _open_wire(address, threads, ends_at)
+            return await _open_wire(address, threads, ends_at, bulk)
         except NoFastLaneError:
             pass
     return ThreadedLink(await threads.made(partial(_open_grpc, address, ends_at), lambda link: link.close()), threads)
@@ -353,10 +366,12 @@ def _open_grpc(address: UnixAddress | TcpAddress, ends_at: float) -> Link:
     return Connection(address, ends_at)
 
 
-async def _open_wire(address: UnixAddress | TcpAddress, threads: LoopThreads, ends_at: float) -> WireAsyncLink:
+async def _open_wire(
+    address: UnixAddress | TcpAddress, threads: LoopThreads, ends_at: float, bulk: BulkEngineClient | None
+) -> WireAsyncLink:
     dialling = partial(dial, address, wire.Lane.CONTROL, bytes(16), _left(ends_at))
     connected, hello = await threads.made(dialling, lambda made: made[0].close())
-    link = WireAsyncLink(await _adopt(connected, address), address, threads)
+    link = WireAsyncLink(await _adopt(connected, address), address, threads, bulk)
     try:
         await link.open(hello.prompt_bytes, ends_at)
     except BaseException:

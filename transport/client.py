@@ -10,6 +10,7 @@ from kvstore.api import SCRUB_BYTES
 from kvstore.tokens import as_token_array
 from kvstore.transport import convert, plans
 from kvstore.transport.address import parse_address
+from kvstore.transport.bulk_choice import engine_client
 from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import LinkKeeper
 from kvstore.transport.link import Deadlines, Lookup, flat_deadlines
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.events import EventPage
     from kvstore.tokens import Tokens
     from kvstore.transport.breaker import BreakerStatus
+    from kvstore.transport.bulk_client import BulkStatus
     from kvstore.transport.link import Link
     from kvstore.transport.plans import Plan
     from kvstore.types import Namespace, Pin, Root, ScrubPage, StoreStats, Tier, Verification
@@ -62,6 +64,11 @@ class Client:
     def breaker(self) -> BreakerStatus:
         """Whether the server is asked at all, and why not."""
         return self._keeper.breaker
+
+    @property
+    def bulk(self) -> BulkStatus | None:
+        """What the engine for bytes has done; None where it was not asked for."""
+        return self._keeper.bulk
 
     def within(self, seconds: float) -> Client:
         """This client with another deadline for all its calls, and those of leases and stages that it opens.
@@ -248,6 +255,7 @@ def connect(
     tls_cert: str | None = None,
     tls_key: str | None = None,
     token_file: str | None = None,
+    bulk: str = "socket",
 ) -> Client:
     """A client of the server at `address`: unix:///path, tls://host:port, host:port, or with gRPC alone
     grpc+unix:///path, grpc+tls://host:port, grpc://host:port.
@@ -255,6 +263,9 @@ def connect(
     With TLS the server's certificate must be of the CA in the PEM file `tls_ca`, or of one that the system trusts, and
     name the host; `tls_cert` and `tls_key` are the client's own. `token_file` has the token that says who calls. All
     are read again for each new connection.
+
+    `bulk="nixl"` moves the bytes of loads and stores by remote memory access where the server offers it, and over
+    sockets where it does not (extra `nixl`; kvstore/transport/README.md says what that asks of the network).
 
     Connects at the first call only, which raises UnavailableError if the server cannot be reached. The seconds bound
     calls of each kind, see kvstore.transport.link.Deadlines; None leaves the default: 0.1 for lookups, 5 for stats and
@@ -269,7 +280,8 @@ def connect(
         long_seconds=long_seconds,
     )
     credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
-    return Client(LinkKeeper(with_credentials(parse_address(address), credentials), on_breaker_change), deadlines)
+    target = with_credentials(parse_address(address), credentials)
+    return Client(LinkKeeper(target, on_breaker_change, engine_client(bulk)), deadlines)
 
 
 def chosen_deadlines(**seconds: float | None) -> Deadlines:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.breaker import BreakerStatus
+    from kvstore.transport.bulk_client import BulkEngineClient, BulkStatus
     from kvstore.transport.link import Link
 
 T = TypeVar("T")
@@ -39,9 +40,13 @@ class LinkKeeper:
     """
 
     def __init__(
-        self, address: UnixAddress | TcpAddress, on_breaker_change: Callable[[BreakerStatus], None] | None
+        self,
+        address: UnixAddress | TcpAddress,
+        on_breaker_change: Callable[[BreakerStatus], None] | None,
+        bulk: BulkEngineClient | None = None,
     ) -> None:
         self._address = address
+        self._bulk = bulk
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._closed = False
@@ -53,6 +58,11 @@ class LinkKeeper:
     def breaker(self) -> BreakerStatus:
         """State of the breaker."""
         return self._guard.breaker.status
+
+    @property
+    def bulk(self) -> BulkStatus | None:
+        """What its engine for bytes has done; None if it has none."""
+        return None if self._bulk is None else self._bulk.status
 
     def run(
         self,
@@ -100,6 +110,8 @@ class LinkKeeper:
             link, self._link = self._link, None
         if link is not None:
             link.close()
+        if self._bulk is not None:
+            self._bulk.close()
 
     def probe(self) -> None:
         """Find out whether the server answers. A link that does not, though it had all this time, is given up."""
@@ -146,17 +158,17 @@ class LinkKeeper:
                 if self._link is not None:
                     self._link.close()
                     self._link = None
-                self._link = open_link(self._address, ends_at)
+                self._link = open_link(self._address, ends_at, self._bulk)
             return self._link
         finally:
             self._lock.release()
 
 
-def open_link(address: UnixAddress | TcpAddress, ends_at: float) -> Link:
-    """A link over the fast lane where it is there, else over gRPC."""
+def open_link(address: UnixAddress | TcpAddress, ends_at: float, bulk: BulkEngineClient | None = None) -> Link:
+    """A link over the fast lane where it is there, else over gRPC; `bulk` moves bytes of the first if it can."""
     if not address.grpc_only:
         try:
-            return WireLink(address, ends_at)
+            return WireLink(address, ends_at, bulk)
         except NoFastLaneError as err:
             logger.info("no fast lane, using gRPC: cause=%s", err)
     return Connection(address, ends_at)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import KvStore
     from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.bulk_rows import BulkEngineHost
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
     from kvstore.transport.listen import PortServer
     from kvstore.transport.security import Security
@@ -57,7 +58,7 @@ class TransportServer:
     is gRPC's goes on to a private socket of gRPC, which has no name that anybody else could connect to. So does gRPC
     over TLS: TLS is ended here, the same for both lanes.
 
-    Stopping ends all sessions and leaves the store to its owner.
+    Stopping ends all sessions, and `bulk_engine`, and leaves the store to its owner.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class TransportServer:
         limits: ServiceLimits,
         observer: CallObserver | None,
         security: Security | None = None,
+        bulk_engine: BulkEngineHost | None = None,
     ) -> None:
         self._listen = [parse_address(text) for text in listen]
         self._limits = limits
         self._security = security if security is not None else local_security()
         access, clock = self._security.access, self._security.clock
         self._state = ServiceState(store, secrets, limits, access, clock)
+        self._state.bulk_engine = bulk_engine
         self._admission = Admission(access, self._state.tenants)
         self._root = CallRoot(observer, self._admission)
         self._reloader = Reloader(self._security.reloadables(), clock)
@@ -190,6 +193,16 @@ class TransportServer:
     def resent_prompts(self) -> int:
         """Prompts that a client of the fast lane had to send whole since their beginning was not known here."""
         return self._lane.resent_prompts
+
+    @property
+    def bulk_engine_bytes(self) -> dict[str, int]:
+        """Bytes that the engine for remote memory has moved, by direction."""
+        return {} if self._state.bulk_engine is None else self._state.bulk_engine.moved_bytes
+
+    @property
+    def bulk_engine_failures(self) -> dict[str, int]:
+        """What the engine for remote memory could not do."""
+        return {} if self._state.bulk_engine is None else self._state.bulk_engine.failures
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let open ones run for `grace_seconds`, end all sessions. Idempotent."""

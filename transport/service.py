@@ -84,7 +84,7 @@ class CacheService:
 
     def greeting(self, session: Session) -> pb.SessionResponse:
         """What a client is told of its new session."""
-        limits = self._limits
+        limits, engine = self._limits, self._state.bulk_engine
         return pb.SessionResponse(
             session_id=session.session_id,
             challenge=session.challenge,
@@ -96,6 +96,7 @@ class CacheService:
                 stages=limits.stages_per_session,
                 namespaces=limits.namespaces_per_session,
             ),
+            bulk_engines=() if engine is None else engine.offer(session.principal),
         )
 
     async def open_namespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceResponse:

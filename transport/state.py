@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvstore.api import KvStore
     from kvstore.clock import Clock
     from kvstore.transport.access import Access
+    from kvstore.transport.bulk_rows import BulkEngineHost
     from kvstore.transport.limits import NamespaceSecrets, ServiceLimits
     from kvstore.transport.session import Session
 
@@ -46,6 +47,8 @@ class ServiceState:
         self.long = Workers("long", threads=_LONG_THREADS, calls=limits.long_calls)
         self.prefetch = Workers("prefetch", threads=limits.prefetch_waiters, calls=limits.prefetch_waiters)
         self.events = Workers("event", threads=limits.event_readers, calls=limits.event_readers)
+        # Set before the server starts, if it has one.
+        self.bulk_engine: BulkEngineHost | None = None
         self.stopping = asyncio.Event()
         self.unended_handles = 0
         # Takes every call, without a place: what is held must be given back, however busy the rest is.
@@ -85,6 +88,8 @@ class ServiceState:
             await asyncio.wait(self._ending)
         for workers in (self.short, self.bulk, self.long, self.prefetch, self.events, self.endings):
             await asyncio.to_thread(workers.close)
+        if self.bulk_engine is not None:
+            await asyncio.to_thread(self.bulk_engine.close)
 
     async def _count_unended(self, end: Callable[[], int]) -> None:
         self.unended_handles += await self.endings.call(end)

@@ -31,6 +31,7 @@ _CODES: dict[type[errors.KvstoreError], grpc.StatusCode] = {
     errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     errors.NoSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.BulkEngineError: grpc.StatusCode.UNAVAILABLE,
     errors.ClosedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StorageError: grpc.StatusCode.INTERNAL,
     errors.DirectoryLockedError: grpc.StatusCode.INTERNAL,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,21 +19,23 @@ from google.protobuf.message import DecodeError
 
 from kvstore.errors import KvstoreError, NoSpaceError, UnavailableError
 from kvstore.transport import wire
+from kvstore.transport.bulk_rows import EngineSeat, TransferEnd
+from kvstore.transport.bulk_socket import SocketTransport
 from kvstore.transport.calls import INTERNAL_DETAILS
 from kvstore.transport.jobs import Lender, LoadJob, WriteJob, load_job, write_job
 from kvstore.transport.status import UnknownSessionError, status_of
 from kvstore.transport.tenants import under_way
-from kvstore.transport.wire_socket import BulkSocket, RowReceiver, send_rows
+from kvstore.transport.wire_socket import BulkSocket, RowReceiver
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+    from kvstore.transport.bulk import BulkTransport
     from kvstore.transport.session import Session
     from kvstore.transport.wire_lane import WireLane
 
 STALL_SECONDS = 10.0
-_SKIP_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class BulkConnection:
         self._socket = connected
         self._peer = BulkSocket(connected)
         self._session = session
+        self._seat = EngineSeat(lane.state.bulk_engine)
 
     async def serve(self) -> None:
         """Answer calls until the connection ends."""
@@ -62,6 +66,8 @@ class BulkConnection:
                     return
         finally:
             self._peer.close()
+            if self._seat.is_taken:
+                await asyncio.to_thread(self._seat.close)
 
     def end(self) -> None:
         """Let the call under way fail, and the connection end."""
@@ -95,7 +101,7 @@ class BulkConnection:
             if self._lane.stopping:
                 raise UnavailableError("the server is stopping")
             with workers.place():
-                outcome = await workers.call(_BulkCall(self._peer, self._session, self._lane).serve)
+                outcome = await workers.call(_BulkCall(self._peer, self._session, self._lane, self._seat).serve)
                 self._lane.state.unended_handles += outcome.unended
         except (NoSpaceError, UnavailableError) as error:
             outcome = _Outcome("Load", status_of(error)[0], reusable=False)
@@ -120,15 +126,17 @@ def _resolve(future: asyncio.Future[None]) -> None:
 class _BulkCall:
     """One call, from its request to its answer, in one thread."""
 
-    def __init__(self, peer: BulkSocket, session: Session, lane: WireLane) -> None:
+    def __init__(self, peer: BulkSocket, session: Session, lane: WireLane, seat: EngineSeat) -> None:
         self._peer = peer
         self._session = session
         self._limits = lane.state.limits
         self._buffers = lane.state.buffers
         self._tenants = lane.state.tenants
+        self._seat = seat
         self._method = wire.Method.Load
         self._call_id = 0
         self._unended = 0
+        self._until = TransferEnd(0.0, peer.has_input)
 
     def serve(self) -> _Outcome:
         """Read the request and do it; errors are answered."""
@@ -153,7 +161,9 @@ class _BulkCall:
             raise wire.WireFormatError(f"{self._method.name} came on a bulk connection, which takes Load and Write")
         body = RowReceiver(self._peer, self._call_id).body(header)
         seconds = header.deadline_ms / 1000 if header.deadline_ms else self._limits.bulk_seconds_max
-        self._peer.begin(min(seconds, self._limits.bulk_seconds_max), STALL_SECONDS)
+        seconds = min(seconds, self._limits.bulk_seconds_max)
+        self._peer.begin(seconds, STALL_SECONDS)
+        self._until = TransferEnd(time.monotonic() + seconds, self._peer.has_input)
         try:
             return wire.REQUEST_TYPES[self._method].FromString(body)
         except DecodeError as err:
@@ -168,87 +178,93 @@ class _BulkCall:
     def _load(self, request: pb.LoadRequest) -> _Outcome:
         self._check_session(request.session_id)
         job = load_job(self._session, request, self._limits)
+        transport = self._transport(request, job.row_bytes)
         next_block, complete = job.from_block, True
         while complete and next_block < job.end_block:
-            lent = self._send_lent(job, next_block)
+            lent = self._send_lent(transport, job, next_block)
             next_block += lent
             if not lent:
-                copied, complete = self._send_copied(job, next_block)
+                copied, complete = self._send_copied(transport, job, next_block)
                 next_block += copied
-        blocks = next_block - job.from_block
-        return self._respond(pb.LoadResponse(summary=pb.LoadSummary(blocks=blocks, requested_blocks=request.blocks)))
+        summary = pb.LoadSummary(
+            blocks=next_block - job.from_block, requested_blocks=request.blocks, digests=transport.digests
+        )
+        return self._respond(pb.LoadResponse(summary=summary))
 
-    def _send_lent(self, job: LoadJob, first: int) -> int:
+    def _transport(self, request: pb.LoadRequest | pb.WriteStart, row_bytes: int) -> BulkTransport:
+        """What moves the rows: an engine if the request names memory for it, else frames behind it."""
+        if not request.HasField("memory"):
+            return SocketTransport(self._peer, self._call_id)
+        principal = self._session.principal
+        transport = self._seat.transport(principal, request.memory, row_bytes, request.blocks, self._until)
+        if isinstance(request, pb.WriteStart):
+            transport.expect(request.digests)
+        return transport
+
+    def _send_lent(self, transport: BulkTransport, job: LoadJob, first: int) -> int:
         """Send the leading blocks that lie in memory, in place; returns how many."""
         if not isinstance(job.lease, Lender):
             return 0
         with job.lease.lend(from_block=first, blocks=job.end_block - first, part=job.part) as pieces:
-            return send_rows(self._peer, (piece.data for piece in pieces), self._call_id) // job.row_bytes
+            return transport.send(piece.data for piece in pieces) // job.row_bytes
 
-    def _send_copied(self, job: LoadJob, first: int) -> tuple[int, bool]:
+    def _send_copied(self, transport: BulkTransport, job: LoadJob, first: int) -> tuple[int, bool]:
         """Have the store copy, and verify, some blocks and send them: how many, and whether all were there."""
         count = min(max(1, self._limits.bulk_buffer_bytes // job.row_bytes), job.end_block - first)
         buffer = self._buffers.take(count * job.row_bytes)
         rows = buffer[: count * job.row_bytes].reshape(count, job.row_bytes)
         blocks = job.lease.load_into(rows, from_block=first, part=job.part).blocks
-        send_rows(self._peer, [rows[:blocks].reshape(-1).data], self._call_id)
+        transport.send([rows[:blocks].reshape(-1).data])
         self._buffers.give_back(buffer)
         return blocks, blocks == count
 
     def _write(self, start: pb.WriteStart) -> _Outcome:
         self._check_session(start.session_id)
         job = write_job(self._session, start, self._limits)
+        transport = self._transport(start, job.row_bytes)
         try:
-            rows = self._receive_rows(job)
+            rows = self._receive_rows(transport, job)
         except BaseException:
             # Of a write that broke off nobody knows what arrived, so nothing of it may ever be committed.
             self._unended = self._session.stages.try_to_end(start.stage_id)
             raise
         return self._respond(pb.WriteResponse(rows=rows))
 
-    def _receive_rows(self, job: WriteJob) -> int:
-        receiver = RowReceiver(self._peer, self._call_id)
+    def _receive_rows(self, transport: BulkTransport, job: WriteJob) -> int:
         if job.is_sparse:
-            taken = self._receive_copied(receiver, job, job.from_block, job.from_block + job.blocks)
-            receiver.finish()
+            taken = self._receive_copied(transport, job, job.from_block, job.from_block + job.blocks)
+            transport.finish()
             return taken
         wanted_from, wanted_end = job.stage.from_block, job.stage.from_block + job.stage.blocks
         end_block = job.from_block + job.blocks
         begin, end = max(job.from_block, wanted_from), min(end_block, wanted_end)
         if begin >= end:
             begin = end = end_block
-        self._skip(receiver, (begin - job.from_block) * job.row_bytes)
+        transport.skip((begin - job.from_block) * job.row_bytes)
         if begin < end:
-            self._receive_wanted(receiver, job, begin, end)
-        self._skip(receiver, (end_block - end) * job.row_bytes)
-        receiver.finish()
+            self._receive_wanted(transport, job, begin, end)
+        transport.skip((end_block - end) * job.row_bytes)
+        transport.finish()
         return end - begin
 
-    def _receive_wanted(self, receiver: RowReceiver, job: WriteJob, begin: int, end: int) -> None:
+    def _receive_wanted(self, transport: BulkTransport, job: WriteJob, begin: int, end: int) -> None:
         if isinstance(job.stage, Lender):
             with job.stage.lend(from_block=begin, blocks=end - begin, part=job.part) as pieces:
-                receiver.fill(piece.data for piece in pieces)
+                transport.fill(piece.data for piece in pieces)
             return
-        self._receive_copied(receiver, job, begin, end)
+        self._receive_copied(transport, job, begin, end)
 
-    def _receive_copied(self, receiver: RowReceiver, job: WriteJob, begin: int, end: int) -> int:
+    def _receive_copied(self, transport: BulkTransport, job: WriteJob, begin: int, end: int) -> int:
         """Have the store copy what comes; returns how many rows it took."""
         taken = 0
         count = max(1, self._limits.bulk_buffer_bytes // job.row_bytes)
         buffer = self._buffers.take(count * job.row_bytes)
         for first in range(begin, end, count):
             rows = buffer[: min(count, end - first) * job.row_bytes].reshape(-1, job.row_bytes)
-            receiver.fill([rows.reshape(-1).data])
+            transport.fill([rows.reshape(-1).data])
             taken += job.stage.write_from(rows, from_block=first, part=job.part)
         self._buffers.give_back(buffer)
         return taken
-
-    def _skip(self, receiver: RowReceiver, size_bytes: int) -> None:
-        """Take rows that the stage does not want off the wire."""
-        if size_bytes:
-            scratch = memoryview(bytearray(min(size_bytes, _SKIP_BYTES)))
-            for done_bytes in range(0, size_bytes, _SKIP_BYTES):
-                receiver.fill([scratch[: size_bytes - done_bytes]])
 
     def _check_session(self, session_id: bytes) -> None:
         if not hmac.compare_digest(session_id, self._session.session_id):

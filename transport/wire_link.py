@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.bulk import BulkCalls
+    from kvstore.transport.bulk_client import BulkEngineClient
     from kvstore.transport.link import Lookup, Rpc
     from kvstore.types import Namespace, Root
 
@@ -51,7 +53,7 @@ class WireLink:
 
     lane = "wire"
 
-    def __init__(self, address: UnixAddress | TcpAddress, ends_at: float) -> None:
+    def __init__(self, address: UnixAddress | TcpAddress, ends_at: float, bulk: BulkEngineClient | None = None) -> None:
         self._address = str(address)
         self._ids = count(1)
         self._namespaces = OpenNamespaces()
@@ -65,7 +67,9 @@ class WireLink:
             raise
         self._session_id = self.session.session_id
         self._prompt_head = new_prompt_heads()
-        self._pool = BulkPool(address, self._session_id)
+        self._pool: BulkCalls = BulkPool(address, self._session_id)
+        if bulk is not None:
+            self._pool = bulk.over(self._pool, self.session)
         _links.add(self)
 
     @property

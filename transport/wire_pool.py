@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.v1 import cache_service_pb2 as pb
 
 CONNECTIONS_MAX = 8
 
@@ -29,6 +30,12 @@ class Grip:
         self._lock = threading.Lock()
         self._peer: BulkSocket | None = None
         self._cancelled = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the transfer was broken off."""
+        with self._lock:
+            return self._cancelled
 
     def cancel(self) -> None:
         """Let the transfer fail soon; idempotent."""
@@ -55,8 +62,9 @@ class Grip:
 
 
 class BulkPool:
-    """The bulk connections of one session. Thread-safe; `_lock` guards `_idle`, `_busy` and `_ended`.
+    """The bulk connections of one session; a kvstore.transport.bulk.BulkCalls over sockets.
 
+    Thread-safe; `_lock` guards `_idle`, `_busy` and `_ended`.
     At most CONNECTIONS_MAX calls run at a time; others wait for their turn as long as their time allows.
     """
 
@@ -69,7 +77,9 @@ class BulkPool:
         self._busy: set[BulkSocket] = set()
         self._ended = False
 
-    def load(self, message: Message, target: memoryview, ends_at: float, grip: Grip | None = None) -> tuple[bytes, int]:
+    def load(
+        self, message: pb.LoadRequest, target: memoryview, ends_at: float, grip: Grip | None = None
+    ) -> tuple[bytes, int]:
         """Do a Load: rows go straight into `target`. Returns the message that ended it, and how many bytes came."""
         with self._call(wire.Method.Load, message, ends_at, grip) as peer:
             receiver = RowReceiver(peer, 1)
@@ -78,7 +88,7 @@ class BulkPool:
                 filled_bytes += receiver.fill_frame(target[filled_bytes:])
             return self._answer(receiver, header, in_step=True), filled_bytes
 
-    def write(self, message: Message, source: memoryview, ends_at: float, grip: Grip | None = None) -> bytes:
+    def write(self, message: pb.WriteStart, source: memoryview, ends_at: float, grip: Grip | None = None) -> bytes:
         """Do a Write: the bytes leave straight from `source`. Returns the message that ended it."""
         with self._call(wire.Method.Write, message, ends_at, grip) as peer:
             with suppress(ConnectionError):  # refused meanwhile: why, is still to be read

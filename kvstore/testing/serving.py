@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvstore.api import KvStore
+    from kvstore.transport.bulk_rows import BulkEngineHost
     from kvstore.transport.limits import CallObserver, NamespaceSecrets
     from kvstore.transport.security import Security
 
@@ -36,6 +37,7 @@ class ServedStore:
         limits: ServiceLimits | None = None,
         observer: CallObserver | None = None,
         security: Security | None = None,
+        bulk_engine: BulkEngineHost | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served-store")
@@ -47,6 +49,7 @@ class ServedStore:
             limits=limits or ServiceLimits(),
             observer=observer,
             security=security or local_security(Role.ADMIN),
+            bulk_engine=bulk_engine,
         )
         try:
             self.addresses = asyncio.run_coroutine_threadsafe(self.server.start(), self._loop).result()

@@ -16,16 +16,18 @@ class SessionRequest(_message.Message):
     def __init__(self, client_version: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("session_id", "challenge", "server_version", "limits")
+    __slots__ = ("session_id", "challenge", "server_version", "limits", "bulk_engines")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    BULK_ENGINES_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     challenge: bytes
     server_version: str
     limits: SessionLimits
-    def __init__(self, session_id: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., server_version: _Optional[str] = ..., limits: _Optional[_Union[SessionLimits, _Mapping]] = ...) -> None: ...
+    bulk_engines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., server_version: _Optional[str] = ..., limits: _Optional[_Union[SessionLimits, _Mapping]] = ..., bulk_engines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SessionLimits(_message.Message):
     __slots__ = ("message_bytes", "frame_bytes", "leases", "stages", "namespaces")
@@ -156,18 +158,32 @@ class LeaseResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("session_id", "lease_id", "from_block", "blocks", "part")
+    __slots__ = ("session_id", "lease_id", "from_block", "blocks", "part", "memory")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     lease_id: int
     from_block: int
     blocks: int
     part: int
-    def __init__(self, session_id: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., from_block: _Optional[int] = ..., blocks: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+    memory: FarMemory
+    def __init__(self, session_id: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., from_block: _Optional[int] = ..., blocks: _Optional[int] = ..., part: _Optional[int] = ..., memory: _Optional[_Union[FarMemory, _Mapping]] = ...) -> None: ...
+
+class FarMemory(_message.Message):
+    __slots__ = ("engine", "metadata", "address", "nbytes")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    metadata: bytes
+    address: int
+    nbytes: int
+    def __init__(self, engine: _Optional[str] = ..., metadata: _Optional[bytes] = ..., address: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("frame", "summary")
@@ -178,12 +194,14 @@ class LoadResponse(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ..., summary: _Optional[_Union[LoadSummary, _Mapping]] = ...) -> None: ...
 
 class LoadSummary(_message.Message):
-    __slots__ = ("blocks", "requested_blocks")
+    __slots__ = ("blocks", "requested_blocks", "digests")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     requested_blocks: int
-    def __init__(self, blocks: _Optional[int] = ..., requested_blocks: _Optional[int] = ...) -> None: ...
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, blocks: _Optional[int] = ..., requested_blocks: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_id")
@@ -240,18 +258,22 @@ class WriteRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[WriteStart, _Mapping]] = ..., frame: _Optional[bytes] = ...) -> None: ...
 
 class WriteStart(_message.Message):
-    __slots__ = ("session_id", "stage_id", "from_block", "blocks", "part")
+    __slots__ = ("session_id", "stage_id", "from_block", "blocks", "part", "memory", "digests")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     stage_id: int
     from_block: int
     blocks: int
     part: int
-    def __init__(self, session_id: _Optional[bytes] = ..., stage_id: _Optional[int] = ..., from_block: _Optional[int] = ..., blocks: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+    memory: FarMemory
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[bytes] = ..., stage_id: _Optional[int] = ..., from_block: _Optional[int] = ..., blocks: _Optional[int] = ..., part: _Optional[int] = ..., memory: _Optional[_Union[FarMemory, _Mapping]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("rows",)

@@ -69,6 +69,8 @@ class Process:
     connections: ClassVar = {"wire": 19, "grpc": 20}
     refused_connections: ClassVar = {"full": 21}
     resent_prompts = 22
+    bulk_engine_bytes: ClassVar = {"load": 23}
+    bulk_engine_failures: ClassVar = {"connect": 24}
     refused_by_tenant_limits: ClassVar = {"rate": 23}
     reloads: ClassVar = {("tls", "ok"): 24}
 
@@ -83,6 +85,8 @@ EXPECTED = {
     ("kvstore_reloads_total", "tls,ok"): 24,
     ("kvstore_refused_connections_total", "full"): 21,
     ("kvstore_resent_prompts_total", ""): 22,
+    ("kvstore_bulk_engine_bytes_total", "load"): 23,
+    ("kvstore_bulk_engine_failures_total", "connect"): 24,
     ("kvstore_tier_capacity_bytes", "host"): 1000,
     ("kvstore_tier_capacity_bytes", "disk"): 9000,
     ("kvstore_tier_used_bytes", "host"): 600,
