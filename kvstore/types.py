@@ -15,6 +15,7 @@ from kvstore.layer_groups import (
     LayerGroup,
     LayoutPart,
     Recurrent,
+    SequenceState,
     SlidingWindow,
     require_choice,
     stage_layers,
@@ -71,6 +72,10 @@ class KvLayout:
     `ranks` is the *part set*: the ranks whose parts a store has, all of them where it is empty. A node that has some
     of the ranks of an engine stores under a layout with those, commits when their parts are written and matches what
     they have; who asks several nodes takes the shortest answer.
+
+    With `state` nothing is kept by blocks: each stored prompt has one blob, a *sequence state*, that serves whatever
+    shares its beginning (KvStore.stage_state, lease_state). Prompts are matched by single tokens then, so
+    `block_tokens` is 1, and what is moved as blocks are the pieces of a blob, of `state.piece_bytes` each.
     """
 
     layers: int
@@ -88,10 +93,12 @@ class KvLayout:
     engine_layout: int = 1
     groups: tuple[LayerGroup, ...] = ()
     ranks: tuple[int, ...] = ()
+    state: SequenceState | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self)
         _check_form(self)
+        _check_state(self)
         _check_groups(self)
         _check_ranks(self)
         for name in ("axis_order", "rope", "quantisation", "engine"):
@@ -253,6 +260,15 @@ class PrefixMatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSize:
+    """Of a leased state: the tokens that it serves of the prompt, those it was stored for, and its bytes."""
+
+    tokens: int
+    state_tokens: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadResult:
     """How a load went: the first `blocks` rows are verified; rows behind them are undefined."""
 
@@ -311,6 +327,7 @@ class StoreStats:
     full, and with an eviction policy that does not rehearse. `quarantined_slots` are places on disk that are not used
     since they could not be read, written or erased. `sparse_blocks` have parts of a layer group, and count once for
     each; `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
+    `states` are sequence states; where blocks are counted, it is their pieces.
     """
 
     tiers: dict[str, TierStats]
@@ -338,6 +355,7 @@ class StoreStats:
     quarantined_slots: int = 0
     sparse_blocks: int = 0
     shortened_tokens: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +425,19 @@ def require_own_part(layout: KvLayout, rank: int, part: int | None) -> None:
         raise InvalidArgumentError(f"part is {part}, expected one that rank {rank} writes: {', '.join(map(str, own))}")
 
 
+def require_state(layout: KvLayout) -> SequenceState:
+    """The form of the layout's sequence states; raises InvalidArgumentError where it has none."""
+    if layout.state is None:
+        raise InvalidArgumentError("the layout has no sequence states; use stage() and lease(), or give it a `state`")
+    return layout.state
+
+
+def require_blocks(layout: KvLayout) -> None:
+    """Raise InvalidArgumentError for a layout of sequence states."""
+    if layout.state is not None:
+        raise InvalidArgumentError("the layout has sequence states; use stage_state() and lease_state()")
+
+
 def require_tiers(tiers: Collection[Tier] | None) -> frozenset[Tier] | None:
     """The tiers as a set, None for any; raises InvalidArgumentError unless they are some Tiers."""
     if tiers is None:
@@ -440,6 +471,20 @@ def _check_form(layout: KvLayout) -> None:
         raise InvalidLayoutError(f"layout.kv_form is {layout.kv_form!r}, expected one of {', '.join(KvForm)}")
     if layout.kv_form == KvForm.LATENT and layout.kv_heads != 1:
         raise InvalidLayoutError(f"layout.kv_heads is {layout.kv_heads}, expected 1 for the latent form")
+
+
+def _check_state(layout: KvLayout) -> None:
+    if layout.state is None:
+        return
+    if not isinstance(layout.state, SequenceState):
+        raise InvalidLayoutError(f"layout.state is a {type(layout.state).__name__}, expected a SequenceState or None")
+    only = {"block_tokens": 1, "groups": (), "tensor_parallel": 1, "pipeline_parallel": 1, "ranks": ()}
+    for name, value in only.items():
+        if getattr(layout, name) != value:
+            raise InvalidLayoutError(
+                f"layout.{name} is {getattr(layout, name)!r:.80}, expected {value!r}: a sequence state is one blob of "
+                "one writer, matched by single tokens"
+            )
 
 
 def _check_groups(layout: KvLayout) -> None:
@@ -494,6 +539,8 @@ def _check_part_set(layout: KvLayout) -> None:
 @lru_cache(maxsize=1024)
 def _parts_of(layout: KvLayout) -> tuple[LayoutPart, ...]:
     """Every part that a rank of the part set holds; the first of them that holds it writes it."""
+    if layout.state is not None:
+        return (LayoutPart(None, range(1), 0, layout.state.piece_bytes),)
     dense_bytes = _dense_layer_bytes(layout)
     sizes: list[tuple[int | None, int, int, int]] = [(None, layout.layers, layout.kv_heads, dense_bytes)]
     sizes += [
