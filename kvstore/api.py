@@ -150,6 +150,11 @@ class StateLease(Protocol):
     """The right to read one sequence state, or none; it is neither evicted nor changed while it is held."""
 
     @property
+    def rows(self) -> Lease:
+        """The same as a lease whose blocks are the pieces of the state: for who carries them elsewhere."""
+        ...
+
+    @property
     def tokens(self) -> int:
         """Leading tokens of the prompt that the state serves, once it is cut down to them; 0 where there is none."""
         ...
@@ -186,6 +191,11 @@ class StateLease(Protocol):
 
 class StateStage(Protocol):
     """A store of a state that has begun: invisible until commit. Leaving the `with` block commits or aborts it."""
+
+    @property
+    def rows(self) -> Stage:
+        """The same as a stage whose blocks are the pieces of the state: for who carries them elsewhere."""
+        ...
 
     @property
     def wanted(self) -> bool:

@@ -94,9 +94,14 @@ class BlobLease:
     """A kvstore.api.StateLease over a lease of pieces, which it owns."""
 
     def __init__(self, rows: Lease, size: StateSize, piece_bytes: int) -> None:
-        self.rows = rows
+        self._rows = rows
         self._size = size
         self._piece_bytes = piece_bytes
+
+    @property
+    def rows(self) -> Lease:
+        """The lease of its pieces."""
+        return self._rows
 
     @property
     def tokens(self) -> int:
@@ -116,18 +121,18 @@ class BlobLease:
     def load_into(self, buffer: BlockBuffer, *, from_piece: int = 0) -> int:
         """Copy the state, or pieces of it, into `buffer`; see kvstore.api.StateLease."""
         pieces = writable_pieces(buffer, from_piece, self.state_bytes, self._piece_bytes)
-        whole = self.rows.load_into(pieces.whole, from_block=pieces.first).blocks
+        whole = self._rows.load_into(pieces.whole, from_block=pieces.first).blocks
         done_bytes = pieces.loaded_bytes(whole, 0)
         if not pieces.tail.size or done_bytes < pieces.whole.size:
             return done_bytes
         piece = np.empty(self._piece_bytes, dtype=np.uint8)
-        last = self.rows.load_into(piece, from_block=pieces.tail_first).blocks
+        last = self._rows.load_into(piece, from_block=pieces.tail_first).blocks
         pieces.tail[:] = piece[: pieces.tail.size]
         return pieces.loaded_bytes(whole, last)
 
     def release(self) -> None:
         """End the lease; idempotent."""
-        self.rows.release()
+        self._rows.release()
 
     def __enter__(self) -> Self:
         return self
@@ -142,30 +147,35 @@ class BlobStage:
     """A kvstore.api.StateStage over a stage of pieces, which it owns."""
 
     def __init__(self, rows: Stage, state_bytes: int, piece_bytes: int) -> None:
-        self.rows = rows
+        self._rows = rows
         self._state_bytes = state_bytes
         self._piece_bytes = piece_bytes
 
     @property
+    def rows(self) -> Stage:
+        """The stage of its pieces."""
+        return self._rows
+
+    @property
     def wanted(self) -> bool:
         """Whether the state is to be written."""
-        return self.rows.blocks > 0
+        return self._rows.blocks > 0
 
     def write_from(self, buffer: BlockBuffer, *, from_piece: int = 0) -> int:
         """Copy the state, or pieces of it, into the stage; see kvstore.api.StateStage."""
         pieces = readable_pieces(buffer, from_piece, self._state_bytes, self._piece_bytes)
-        taken = self.rows.write_from(pieces.whole, from_block=pieces.first)
+        taken = self._rows.write_from(pieces.whole, from_block=pieces.first)
         if pieces.tail.size:
-            taken += self.rows.write_from(padded(pieces.tail, self._piece_bytes), from_block=pieces.tail_first)
+            taken += self._rows.write_from(padded(pieces.tail, self._piece_bytes), from_block=pieces.tail_first)
         return (pieces.whole.size + pieces.tail.size) if taken else 0
 
     def commit(self) -> CommitResult:
         """Make the state visible if all of it was written; see kvstore.api.StateStage."""
-        return self.rows.commit()
+        return self._rows.commit()
 
     def abort(self) -> None:
         """Drop what was written; idempotent."""
-        self.rows.abort()
+        self._rows.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -173,4 +183,4 @@ class BlobStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.rows.__exit__(kind, error, trace)
+        self._rows.__exit__(kind, error, trace)

@@ -43,7 +43,6 @@ _MEASURING_POLICY = "survival"
 # by as much where use does not, and namespaces alike would take extents from each other all the time.
 _MOVING_FACTOR = 1.5
 _SCALE_MIN = sys.float_info.min
-_TICKS_PER_SECOND = 1e6
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 # From here on slots of the disk are numbers only, of blocks that change their place in host memory; see Space.move.
 _PASSING_SLOT = 0xFFF0_0000
@@ -185,7 +184,7 @@ class Space:
 
     def state_value(self, state: StoredState, tick: int) -> float:
         """The value of a state, as that of a block in a tree of the same policy."""
-        return state.uses_per_tick(tick) * _TICKS_PER_SECOND if self.is_measured else float(state.used_at)
+        return state.uses_per_second(tick) if self.is_measured else float(state.used_at)
 
     def least_bytes(self, tier: Tier) -> int:
         """Bytes of blocks of which other namespaces take nothing."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.persistent import PersistentPool
     from kvstore.types import Slots, TokenArray
 
+TICKS_PER_SECOND = 1e6
 _TIERS = (Tier.HOST, Tier.DISK)
 _TOKEN_BYTES = 4
 _STATE_BYTES = 1024  # what a state costs in the index besides its path, about
@@ -70,9 +71,13 @@ class StoredState:
         """What it costs in the index, about."""
         return len(self.path) + _STATE_BYTES
 
-    def uses_per_tick(self, tick: int) -> float:
-        """How often it is used, as far as its past tells: less, the longer that is ago."""
-        return self.uses / (1 + max(0, tick - self.stored_at) + max(0, tick - self.used_at))
+    def uses_per_second(self, tick: int) -> float:
+        """How often it is used, as far as its past tells: less, the longer that is ago.
+
+        At first once a second, which is what the survival policy takes blocks for before it knows better.
+        """
+        ticks = max(0, tick - self.stored_at) + max(0, tick - self.used_at)
+        return self.uses / (1 + ticks / TICKS_PER_SECOND)
 
 
 @dataclass(slots=True)
@@ -250,7 +255,9 @@ class StateTable:
     def victim(self, tier: Tier, tick: int) -> StoredState | None:
         """The state that leaves a tier first: nobody holds it, and its use brings least for its bytes."""
         unheld = [state for state in self._states.values() if tier in state.slots and not state.holds]
-        return min(unheld, key=lambda state: state.uses_per_tick(tick) * state.tokens / state.size_bytes, default=None)
+        return min(
+            unheld, key=lambda state: state.uses_per_second(tick) * state.tokens / state.size_bytes, default=None
+        )
 
     def leave(self, state: StoredState, tier: Tier) -> tuple[FreedSparse, ...]:
         """Let a state leave a tier that its caller alone holds, and end that hold; with its last copy it is gone."""
