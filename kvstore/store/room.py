@@ -186,7 +186,12 @@ class RoomMaker:
             return True
         if not space.host.at_limit and self._follow_out() and _give_back_idle(others):
             return True
-        return self._free(space, Tier.HOST, wanted, price)
+        return self._free(space, Tier.HOST, wanted, price) or self._free_excess(space, Tier.HOST)
+
+    def _free_excess(self, space: Space, tier: Tier) -> bool:
+        """Have sparse parts give back what they have beyond their share, to a space that can take it."""
+        pool = space.pool(tier)
+        return pool is not None and not pool.at_limit and self.sparse.give_excess(tier)
 
     def _follow_out(self) -> bool:
         """Let sparse parts leave host memory whose dense blocks left it before; true if there were any."""
@@ -321,7 +326,9 @@ class RoomMaker:
         others = [pool for other in self._index.spaces() for pool in other.pools(Tier.DISK) if pool is not space.disk]
         if space.disk is not None and not space.disk.at_limit and (_give_back_idle(others) or self._drop_unclaimed()):
             return True
-        return self._free_condemned() or self._free(space, Tier.DISK, wanted, inf)
+        if self._free_condemned() or self._free(space, Tier.DISK, wanted, inf):
+            return True
+        return self._free_excess(space, Tier.DISK)
 
     def _leave_disk(self, space: Space, ids: BlockIds) -> bool:
         try:
