@@ -36,6 +36,7 @@ SECONDS_MAX = 1e9
 BLOCK_TOKENS_MAX = 4096
 PARTS_MAX = 256
 GROUPS_MAX = 8
+MARK_BYTES = 64
 RANKS_MAX = 4096
 TURN_ENDS_MAX = 4096
 
@@ -68,6 +69,9 @@ class KvLayout:
     the others, whose *sparse* parts are kept near likely match points only. World sizes split each of them into parts,
     one for each rank that writes distinct bytes. Ranks are numbered pipeline stage first, then tensor-parallel rank.
     Parts are numbered group by group, full attention first, and in each group by rank.
+
+    `layers` is 0 for a model without full attention, all of whose layers are in `groups`: in place of dense parts each
+    block has a mark of MARK_BYTES then, written by the store itself, which says that the block is stored.
 
     `ranks` is the *part set*: the ranks whose parts a store has, all of them where it is empty. A node that has some
     of the ranks of an engine stores under a layout with those, commits when their parts are written and matches what
@@ -457,8 +461,12 @@ def require_root(root: object) -> None:
 def _check_counts(layout: KvLayout) -> None:
     for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tensor_parallel", "pipeline_parallel"):
         value = getattr(layout, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise InvalidLayoutError(f"layout.{name} is {value!r}, expected a whole number from 1 to {2**31 - 1}")
+        least = 0 if name == "layers" and layout.groups else 1
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+            raise InvalidLayoutError(
+                f"layout.{name} is {value!r}, expected a whole number from {least} to {2**31 - 1}"
+                + ("" if name != "layers" or least == 0 else "; 0 is for layouts whose layers are all in `groups`")
+            )
     if layout.block_tokens > BLOCK_TOKENS_MAX:
         raise InvalidLayoutError(f"layout.block_tokens is {layout.block_tokens}, expected at most {BLOCK_TOKENS_MAX}")
     if not isinstance(layout.engine_layout, int) or not 0 <= layout.engine_layout < 2**31:
@@ -512,11 +520,11 @@ def _check_ranks(layout: KvLayout) -> None:
             f"layout.tensor_parallel is {layout.tensor_parallel}, expected a divisor or a multiple of "
             f"kv_heads ({layout.kv_heads})"
         )
-    if layout.pipeline_parallel > layout.layers:
+    if layout.pipeline_parallel > layout.layers > 0:
         raise InvalidLayoutError(
             f"layout.pipeline_parallel is {layout.pipeline_parallel}, expected at most layers ({layout.layers})"
         )
-    heads = (layout.kv_heads, *(group.heads for group in layout.groups))
+    heads = (*([layout.kv_heads] if layout.layers else []), *(group.heads for group in layout.groups))
     part_count = sum(tensor_writers(count, layout.tensor_parallel) for count in heads) * layout.pipeline_parallel
     if part_count > PARTS_MAX:
         raise InvalidLayoutError(f"the layout has {part_count} parts, expected at most {PARTS_MAX}")
@@ -542,12 +550,14 @@ def _parts_of(layout: KvLayout) -> tuple[LayoutPart, ...]:
     if layout.state is not None:
         return (LayoutPart(None, range(1), 0, layout.state.piece_bytes),)
     dense_bytes = _dense_layer_bytes(layout)
-    sizes: list[tuple[int | None, int, int, int]] = [(None, layout.layers, layout.kv_heads, dense_bytes)]
+    sizes: list[tuple[int | None, int, int, int]] = []
+    if layout.layers:
+        sizes.append((None, layout.layers, layout.kv_heads, dense_bytes))
     sizes += [
         (index, group.layers, group.heads, group.layer_bytes(layout.block_tokens))
         for index, group in enumerate(layout.groups)
     ]
-    parts = []
+    parts = [] if layout.layers else [_mark_part(layout)]
     for index, layers, heads, layer_bytes in sizes:
         writers = tensor_writers(heads, layout.tensor_parallel)
         replicas = layout.tensor_parallel // writers
@@ -558,6 +568,12 @@ def _parts_of(layout: KvLayout) -> tuple[LayoutPart, ...]:
                 count = stage_layers(layers, layout.pipeline_parallel, place // writers)
                 parts.append(LayoutPart(index, ranks, attached[0], count * layer_bytes // writers))
     return tuple(parts)
+
+
+def _mark_part(layout: KvLayout) -> LayoutPart:
+    """What stands for the dense parts of a layout without layers of full attention."""
+    ranks = range(layout.tensor_parallel * layout.pipeline_parallel)
+    return LayoutPart(None, ranks, layout.ranks[0] if layout.ranks else 0, MARK_BYTES)
 
 
 def _within(ascending: tuple[int, ...], numbers: range) -> tuple[int, ...]:

@@ -39,6 +39,10 @@ _TICKS_PER_SECOND = 1_000_000
 _FIRST_TICK = 1 << 46
 
 
+# What the marks of a layout without full attention may take: this bounds its index, too. One takes two pages on disk.
+_MARKS_RATIO = {Tier.HOST: 1 / 128, Tier.DISK: 1 / 8}
+
+
 @dataclass(frozen=True, slots=True)
 class Giver:
     """A space from which a block may leave a tier, and what that block is worth."""
@@ -269,6 +273,8 @@ class Index:
         for tier, (most, capacity) in limits.items():
             whole = capacity if most is None else min(most, capacity)
             sparse = int(whole * self.settings.sparse_ratio_max)
+            if not layout.layers:
+                sparse = whole - int(whole * _MARKS_RATIO[tier])
             shares[tier] = Share(dense=whole - sparse, sparse=sparse // len(layout.groups))
         return shares
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -102,3 +103,16 @@ def test_what_somebody_holds_is_not_given_back(store: kvstore.KvStore) -> None:
         assert 4 == verified_blocks(store, namespace, [0, *range(15)])
     for lease in leases:
         lease.release()
+
+
+def test_the_blocks_of_a_layout_without_full_attention_are_bounded() -> None:
+    pure = Namespace(model="p", revision="r", layout=dataclasses.replace(LAYOUT, layers=0))
+    with open_store(None, host_bytes=16 * MIB) as store:
+        for turn in range(50):
+            store_prompt(store, pure, [turn, *range(400)])
+        space = store._index.space(pure)
+        marks_bytes = 16 * MIB // 128
+        assert marks_bytes // 2 < space.tree.block_count * pure.layout.block_bytes <= marks_bytes
+        assert 100 == verified_blocks(store, pure, [49, *range(400)])
+        assert store.stats().evicted_blocks["host"] > 0
+        assert () == store.verify().problems

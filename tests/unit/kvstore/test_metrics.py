@@ -48,6 +48,7 @@ STATS = StoreStats(
     what_if=(WhatIf("host", 0.5, 500, 0.25),),
     sparse_blocks=30,
     shortened_tokens=31,
+    states=32,
 )
 
 
