@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvstore import hashing
 from kvstore._siphash import siphash128
-from kvstore.layer_groups import LayerGroup, Recurrent, SlidingWindow
+from kvstore.layer_groups import LayerGroup, Recurrent, SequenceState, SlidingWindow
 from kvstore.types import KvLayout, Namespace, Root
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -11,7 +11,19 @@ from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidName
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
 from kvstore.transport import convert
-from kvstore.types import CommitResult, KvLayout, Namespace, Pin, Root, StoreStats, Tier, TierRun, TierStats, WhatIf
+from kvstore.types import (
+    CommitResult,
+    KvLayout,
+    Namespace,
+    Pin,
+    Root,
+    StateSize,
+    StoreStats,
+    Tier,
+    TierRun,
+    TierStats,
+    WhatIf,
+)
 from kvstore.v1 import block_pb2
 
 LAYOUT = KvLayout(
