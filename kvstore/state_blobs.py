@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvstore.api import BlockBuffer, Lease, Stage
     from kvstore.types import CommitResult, StateSize
 
-STATE_BYTES_MAX = 2**48
+STATE_BYTES_MAX = 2**40
 
 
 class BlobPieces(NamedTuple):
@@ -58,7 +58,7 @@ def require_state_bytes(state_bytes: object) -> int:
     """The size of a blob; raises InvalidArgumentError unless it is one."""
     if isinstance(state_bytes, int) and not isinstance(state_bytes, bool) and 1 <= state_bytes <= STATE_BYTES_MAX:
         return state_bytes
-    raise InvalidArgumentError(f"state_bytes is {state_bytes!r}, expected a whole number from 1 to 2^48")
+    raise InvalidArgumentError(f"state_bytes is {state_bytes!r}, expected a whole number from 1 to 2^40")
 
 
 def require_path(tokens: int) -> None:

@@ -44,8 +44,7 @@ class StateCalls:
             if touch and accounting.first_lookup(request_id):
                 tick = self._index.next_tick()
                 if state is not None:
-                    state.used_at = tick
-                    state.uses += 1
+                    _table(space).touch(state, tick)
                 accounting.count_lookup(prompt.size, runs, 1)
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, tokens, runs)
 
@@ -115,8 +114,7 @@ class StateCalls:
         with self._index.lock:
             states = _table(space).below(root_key, path)
             for state in states if seconds is None else ():
-                state.used_at = state.stored_at = 0
-                state.uses = 0
+                _table(space).retire(state)
         return int(prompt.size) if states else 0
 
     def evict(self, space: Space, root_key: bytes, prompt: TokenArray, from_token: int) -> int:

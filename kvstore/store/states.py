@@ -9,7 +9,9 @@ holds the index lock.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +34,8 @@ TICKS_PER_SECOND = 1e6
 _TIERS = (Tier.HOST, Tier.DISK)
 _TOKEN_BYTES = 4
 _STATE_BYTES = 1024  # what a state costs in the index besides its path, about
-_LOOKS_MAX = 256  # states that one lookup compares
+_LOOKS_MAX = 64  # states that one lookup compares
+_VICTIMS_MAX = 64  # states of which the one that brings least leaves
 
 
 def path_of(prompt: TokenArray) -> bytes:
@@ -156,7 +159,9 @@ class StateTable:
         self._host = host
         self._disk = disk
         self._roots: dict[bytes, _RootStates] = {}
-        self._states: dict[bytes, StoredState] = {}
+        self._states: OrderedDict[bytes, StoredState] = OrderedDict()  # what was used last comes last, as in _order
+        self._order: dict[Tier, OrderedDict[bytes, StoredState]] = {tier: OrderedDict() for tier in _TIERS}
+        self._pieces = dict.fromkeys(_TIERS, 0)
         self._staged: set[tuple[bytes, bytes]] = set()
 
     def __len__(self) -> int:
@@ -173,7 +178,7 @@ class StateTable:
 
     def pieces(self, tier: Tier) -> int:
         """Pieces of blobs in a tier."""
-        return sum(self.records.pieces(state) for state in self._states.values() if tier in state.slots)
+        return self._pieces[tier]
 
     def find(
         self, root_key: bytes, prompt: bytes, tiers: Collection[Tier] | None = None
@@ -225,9 +230,26 @@ class StateTable:
         root.add(state)
         self._states[state.state_id] = state
         state.attached = True
+        for tier in state.slots:
+            self._enter(state, tier)
         self.index_bytes += state.index_bytes
         unneeded = [other for other in served if not other.holds]
         return unneeded + self._beyond_limit(state, unneeded)
+
+    def touch(self, state: StoredState, tick: int) -> None:
+        """A request was told of this state."""
+        state.used_at = tick
+        state.uses += 1
+        self._states.move_to_end(state.state_id)
+        for tier in state.slots:
+            self._order[tier].move_to_end(state.state_id)
+
+    def retire(self, state: StoredState) -> None:
+        """A state is used never again: it is the first to leave."""
+        state.used_at = state.stored_at = state.uses = 0
+        self._states.move_to_end(state.state_id, last=False)
+        for tier in state.slots:
+            self._order[tier].move_to_end(state.state_id, last=False)
 
     def hold(self, state: StoredState) -> None:
         """Keep a state where it is."""
@@ -253,11 +275,16 @@ class StateTable:
         return self.forget(self.all())
 
     def victim(self, tier: Tier, tick: int) -> StoredState | None:
-        """The state that leaves a tier first: nobody holds it, and its use brings least for its bytes."""
-        unheld = [state for state in self._states.values() if tier in state.slots and not state.holds]
-        return min(
-            unheld, key=lambda state: state.uses_per_second(tick) * state.tokens / state.size_bytes, default=None
-        )
+        """The state that leaves a tier first: of those used longest ago, the one whose use brings least for its bytes.
+
+        Nobody holds it.
+        """
+
+        def worth(state: StoredState) -> float:
+            return state.uses_per_second(tick) * state.tokens / state.size_bytes
+
+        unheld = (state for state in self._order[tier].values() if not state.holds)
+        return min(islice(unheld, _VICTIMS_MAX), key=worth, default=None)
 
     def leave(self, state: StoredState, tier: Tier) -> tuple[FreedSparse, ...]:
         """Let a state leave a tier that its caller alone holds, and end that hold; with its last copy it is gone."""
@@ -266,6 +293,8 @@ class StateTable:
             return ()
         if state.attached and len(state.slots) == 1:
             self._detach(state)
+        if state.attached:
+            self._exit(state, tier)
         return self._free(state, (tier,) if state.attached else _TIERS)
 
     def place(self, state: StoredState, tier: Tier, slots: Slots) -> bool:
@@ -273,6 +302,7 @@ class StateTable:
         if not state.attached or tier in state.slots:
             return False
         state.slots[tier] = slots
+        self._enter(state, tier)
         return True
 
     def adopt(self, recovered: Iterable[RecoveredBlock], tick: int) -> Slots:
@@ -302,6 +332,12 @@ class StateTable:
             {(tier, slot) for tier in _TIERS for state in listed for slot in state.slots.get(tier, ())}
         ):
             found.append("two states lie in one slot")
+        for tier, order in self._order.items():
+            there = [state for state in listed if tier in state.slots]
+            if order.keys() != {state.state_id for state in there}:
+                found.append(f"states in tier {tier.name} are not those that may leave it")
+            if self._pieces[tier] != sum(map(self.records.pieces, there)):
+                found.append(f"the pieces in tier {tier.name} do not add up")
         if self.index_bytes != sum(state.index_bytes for state in listed):
             found.append("the bytes of the paths do not add up")
         return found
@@ -318,7 +354,7 @@ class StateTable:
         gone: list[StoredState] = []
         if excess <= 0:
             return gone
-        for state in sorted(self._states.values(), key=lambda state: state.used_at):
+        for state in self._states.values():
             if excess <= 0:
                 break
             if state is not newest and not state.holds and state not in unneeded:
@@ -330,12 +366,22 @@ class StateTable:
         if not state.attached:
             return
         state.attached = False
+        for tier in state.slots:
+            self._exit(state, tier)
         del self._states[state.state_id]
         self.index_bytes -= state.index_bytes
         root = self._roots[state.root_key]
         root.remove(state)
         if not root.states:
             del self._roots[state.root_key]
+
+    def _enter(self, state: StoredState, tier: Tier) -> None:
+        self._order[tier][state.state_id] = state
+        self._pieces[tier] += self.records.pieces(state)
+
+    def _exit(self, state: StoredState, tier: Tier) -> None:
+        del self._order[tier][state.state_id]
+        self._pieces[tier] -= self.records.pieces(state)
 
     def _free(self, state: StoredState, tiers: Iterable[Tier]) -> tuple[FreedSparse, ...]:
         pools: dict[Tier, Pool | None] = {Tier.HOST: self._host, Tier.DISK: self._disk}
