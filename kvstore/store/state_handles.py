@@ -162,6 +162,7 @@ class StateRowsStage:
         self._open = True
         self._staged = False  # whether the table knows that this state is being stored
         self._generation = 0
+        self._shared_tokens = 0
         self._lent = 0
         self._slots: Slots = _NO_SLOTS
         self._written = np.zeros(0, dtype=np.bool_)
@@ -174,7 +175,8 @@ class StateRowsStage:
         assert table is not None, "a stage of states is of a namespace that has some"
         root_key, path = self.state.root_key, self.state.path
         self._generation = table.generation
-        self._staged = not table.covers(root_key, path) and table.begin(root_key, path)
+        self._shared_tokens = table.find(root_key, path)[1]
+        self._staged = self._shared_tokens < self.state.tokens and table.begin(root_key, path)
         if not self._staged:
             self._index.accounting.present_blocks += self._pieces
         return self._staged
@@ -183,7 +185,7 @@ class StateRowsStage:
         """Reserve the slots of a state that is wanted."""
         with self._lock:
             self.check_open()
-            slots, reason = self._mover.reserve(self._space, self.state.size_bytes)
+            slots, reason = self._mover.reserve(self._space, self.state.size_bytes, self._shared_tokens)
             self._slots = slots
             self._written = np.zeros(slots.size, dtype=np.bool_)
             if not slots.size:

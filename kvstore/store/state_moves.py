@@ -40,13 +40,14 @@ class StateMover:
         self._index = index
         self._room = room
 
-    def reserve(self, space: Space, size_bytes: int) -> tuple[Slots, str]:
+    def reserve(self, space: Space, size_bytes: int, shared_tokens: int) -> tuple[Slots, str]:
         """Host slots for a blob, after letting others leave where needed; none, and why, where there is no room.
 
-        All or nothing: nothing leaves for one that could never fit, or for which the budget has not enough.
+        All or nothing: nothing leaves for one that could never fit, or for which the budget has not enough. One that
+        continues a stored state, which shares some tokens with it, may spend all of the budget.
         """
         count = -(-size_bytes // space.layout.block_bytes)
-        request = StoreRequest(count, space.layout.block_bytes, present=0)
+        request = StoreRequest(count, space.layout.block_bytes, present=shared_tokens)
         limit_bytes = space.quota.host_max
         most_bytes = self._index.host.capacity_bytes if limit_bytes is None else limit_bytes
         if size_bytes > most_bytes:
