@@ -312,7 +312,8 @@ class StateRowsStage:
         state = self.state
         with self._index.lock:
             self._end_staged()
-            is_stored = table.generation == self._generation and not table.covers(state.root_key, state.path)
+            was_cleared = table.generation != self._generation
+            is_stored = not was_cleared and not table.covers(state.root_key, state.path)
             if is_stored:
                 state.slots[Tier.HOST], self._slots = self._slots, _NO_SLOTS
                 freed = self._mover.forget(self._space, table.add(state))
@@ -320,7 +321,7 @@ class StateRowsStage:
                 self._space.announce(Tier.HOST, [state.key], root_key=state.root_key, parent_key=state.root_key)
         if not is_stored:
             self._drop()
-            return CommitResult(0, self._pieces, 0)
+            return CommitResult(0, 0, self._pieces) if was_cleared else CommitResult(0, self._pieces, 0)
         for one in freed:
             one.pool.free(one.slots)
         return CommitResult(self._pieces, 0, 0)

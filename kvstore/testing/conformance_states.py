@@ -120,6 +120,15 @@ class StateConformance:
         assert store.match(STATES, PROMPT).tokens == 0
         assert store_state(store, STATES, PROMPT)
 
+    def test_what_was_being_stored_when_its_namespace_was_cleared_is_nowhere(self, store: KvStore) -> None:
+        stage = store.stage_state(STATES, PROMPT, state_bytes=STATE_BYTES)
+        stage.write_from(blob_of(STATES, PROMPT, STATE_BYTES))
+        assert store.clear(STATES) == 0
+        result = stage.commit()
+        assert (result.blocks, result.refused_blocks) == (0, 6)
+        assert store.match(STATES, PROMPT).tokens == 0
+        assert store_state(store, STATES, PROMPT)
+
     def test_a_state_is_written_and_loaded_in_pieces(self, store: KvStore) -> None:
         blob = blob_of(STATES, PROMPT, STATE_BYTES)
         with store.stage_state(STATES, PROMPT, state_bytes=STATE_BYTES) as stage:
