@@ -54,7 +54,7 @@ def test_that_of_another_owner_is_refused_by_name(change: dict[str, object], tol
 @pytest.mark.parametrize("tick", [1 << 48, 2**64 - 1])
 def test_a_moment_after_all_ticks_is_refused(tick: int) -> None:
     packed = dataclasses.replace(SNAPSHOT, taken=Moment(tick, 10**15)).pack()
-    with pytest.raises(StorageFormatError, match=f"taken at tick {tick}, expected at most {2**40 - 1}"):
+    with pytest.raises(StorageFormatError, match=f"taken at tick {tick}, expected at most {2**48 - 1}"):
         unpack_snapshot(packed, OWNER)
 
 

@@ -44,7 +44,7 @@ def test_a_block_has_the_bytes_that_were_asked_for():
     assert 64 * 1024 == plan.namespace.layout.block_bytes
 
 
-@given(st.integers(0, 2**40), st.integers(0, 2**40))
+@given(st.integers(0, 2**48), st.integers(0, 2**48))
 def test_prompts_and_what_blocks_hold_differ_from_the_first_block_on(one: int, other: int):
     plan = LoadPlan("127.0.0.1:1", prompt_tokens=64)
     if one != other:
