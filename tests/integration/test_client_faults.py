@@ -330,6 +330,7 @@ def test_a_server_killed_at_every_call_absent_and_restarted_leaves_clients_that_
         absent = {name: outcome for name, (outcome, _) in run_all(lasting, lambda: None).items()}
         # What was to be stored is lost, and the stage knows.
         over = {"Stage.write_from": "closed", "Stage.commit": "closed", "Stage.__exit__": "quiet"}
+        over |= {f"State{name}": outcome for name, outcome in over.items()}
         assert {name: over.get(name, expected_outcome(name)) for name in lasting} == absent
         again = Process(address)
         stack.callback(again.close)
