@@ -27,7 +27,7 @@ from kvstore.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from kvstore.layer_groups import Recurrent, SlidingWindow
+from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
 from kvstore.types import (
     CommitResult,
     KvLayout,
@@ -43,7 +43,7 @@ from kvstore.types import (
 )
 
 if TYPE_CHECKING:
-    from kvstore.api import KvStore, Lease, Stage
+    from kvstore.api import KvStore, Lease, Stage, StateLease, StateStage
     from kvstore.store import open_store as open  # noqa: A004
     from kvstore.transport.aio import connect_async
     from kvstore.transport.client import connect
@@ -73,8 +73,11 @@ __all__ = [
     "PrefixMatch",
     "Recurrent",
     "Root",
+    "SequenceState",
     "SlidingWindow",
     "Stage",
+    "StateLease",
+    "StateStage",
     "StorageError",
     "StorageFormatError",
     "StoreStats",
@@ -92,6 +95,8 @@ _LAZY = {
     "KvStore": ("kvstore.api", "KvStore"),
     "Lease": ("kvstore.api", "Lease"),
     "Stage": ("kvstore.api", "Stage"),
+    "StateLease": ("kvstore.api", "StateLease"),
+    "StateStage": ("kvstore.api", "StateStage"),
     "connect": ("kvstore.transport.client", "connect"),
     "connect_async": ("kvstore.transport.aio", "connect_async"),
     "open": ("kvstore.store", "open_store"),

@@ -24,6 +24,19 @@ and values of block `from_block` + i, row i of a recurrent one the state behind 
         for part in range(layout.part_count, len(layout.parts)):
             for run in stage.wanted(part):
                 stage.write_from(sparse_rows(part, run), from_block=run.start, part=part)  # [len(run), part_bytes]
+
+A layout with a `state` keeps *sequence states* instead of blocks: one blob of any size for a prompt, which serves
+whatever shares its beginning. Prompts are matched by single tokens; blobs are moved by pieces, in place:
+
+    with store.stage_state(ns, tokens, state_bytes=len(blob)) as stage:
+        if stage.wanted:
+            stage.write_from(blob)
+
+    with store.lease_state(store.match(ns, tokens)) as lease:
+        if lease.tokens:
+            blob = bytearray(lease.state_bytes)
+            if lease.load_into(blob) == lease.state_bytes:
+                ...  # restore it, then cut it down from lease.state_tokens to lease.tokens
 """
 
 from __future__ import annotations
@@ -133,6 +146,84 @@ class Stage(Protocol):
     ) -> None: ...
 
 
+class StateLease(Protocol):
+    """The right to read one sequence state, or none; it is neither evicted nor changed while it is held."""
+
+    @property
+    def rows(self) -> Lease:
+        """The same as a lease whose blocks are the pieces of the state: for who carries them elsewhere."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens of the prompt that the state serves, once it is cut down to them; 0 where there is none."""
+        ...
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens that the state was stored for: it has `state_tokens` - `tokens` too many."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state."""
+        ...
+
+    def load_into(self, buffer: BlockBuffer, *, from_piece: int = 0) -> int:
+        """Copy the state from a piece of `layout.state.piece_bytes` on into `buffer`, as far as that goes.
+
+        A buffer that ends before the state holds whole pieces. Returns how many leading bytes are right, each verified
+        where it came from disk: fewer than asked for mean that the state is damaged, and dropped. What is behind them
+        is undefined. Raises InvalidBufferError, InvalidArgumentError or ClosedError before any byte is written.
+        """
+        ...
+
+    def release(self) -> None:
+        """End the lease; idempotent."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class StateStage(Protocol):
+    """A store of a state that has begun: invisible until commit. Leaving the `with` block commits or aborts it."""
+
+    @property
+    def rows(self) -> Stage:
+        """The same as a stage whose blocks are the pieces of the state: for who carries them elsewhere."""
+        ...
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the state is to be written: it is not stored or being stored already, and there is room for it."""
+        ...
+
+    def write_from(self, buffer: BlockBuffer, *, from_piece: int = 0) -> int:
+        """Copy `buffer` into the state from a piece on; a buffer that ends before the state holds whole pieces.
+
+        Returns the bytes taken: 0 where the state is not wanted.
+        """
+        ...
+
+    def commit(self) -> CommitResult:
+        """Make the state visible, atomically, if every piece was written; else drop it. Counts are in pieces."""
+        ...
+
+    def abort(self) -> None:
+        """Drop everything written; idempotent, and a no-op after commit."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 class Prefetch(Protocol):
     """Blocks of a prompt on their way into host memory. Leaving the `with` block cancels what has not come yet."""
 
@@ -180,6 +271,7 @@ class KvStore(Protocol):
         """The longest stored prefix of `tokens`, in whole blocks, at whose end all parts that it needs are there.
 
         A touching lookup renews recency and is counted, once for each `request_id`; `touch=False` does neither.
+        Where the layout has sequence states it is what the best of them serves, in single tokens.
         """
         ...
 
@@ -226,6 +318,25 @@ class KvStore(Protocol):
 
         Blocks present, or staged by someone else, are left out (single-flight). The stage is shortened to what the
         host tier and the namespace's quota have room for, and is empty if block `from_block` - 1 is missing.
+        """
+        ...
+
+    def lease_state(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> StateLease:
+        """Protect the sequence state that serves most of a match, now that it is asked for.
+
+        With `tiers`, of those that lie in one of them: with `{Tier.HOST}` a load waits for no disk. Raises
+        NoSpaceError at the limit of leases, InvalidArgumentError for a layout without states.
+        """
+        ...
+
+    def stage_state(
+        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+    ) -> StateStage:
+        """Begin to store the sequence state of `tokens`, all of them, which has `state_bytes` bytes.
+
+        It is wanted unless a stored state serves all of `tokens`, the same one is being stored by someone else, or
+        there is no room. Once it is stored, states that it serves as well may be dropped. Raises InvalidArgumentError
+        for no tokens, no bytes, or a layout without states.
         """
         ...
 

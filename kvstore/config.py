@@ -211,6 +211,9 @@ class StoreConfig:
         "Share of a namespace's room, in each tier, that its sparse parts may take, if its layout has any.",
         maximum=1,
     )
+    state_index_bytes: int = _setting(
+        64 << 20, Kind.SIZE, "Memory of the index for the token ids of a namespace's sequence states."
+    )
     request_ids_max: int = _limit(65536, "Request ids remembered, so that each counts as one lookup.")
     room_seconds_max: float = _time_limit(2.0, "How long a store waits for host memory to be made free.")
     stage_seconds_max: float = _time_limit(600.0, "Age at which a store that was begun is aborted.")

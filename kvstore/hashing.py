@@ -48,9 +48,10 @@ _LAYOUT_TAGS = {
     "engine_layout": 28,
 }
 # Written where a layout has them only, so that the ids of layouts without them stay what they were.
-_TAG_SLIDING_WINDOW, _TAG_RECURRENT, _TAG_RANKS = 29, 30, 31
+_TAG_SLIDING_WINDOW, _TAG_RECURRENT, _TAG_RANKS, _TAG_STATE = 29, 30, 31, 32
 _SLIDING_WINDOW_TAGS = {"layers": 1, "window": 2, "kv_heads": 3, "head_dim": 4, "dtype": 5, "kv_form": 6}
 _RECURRENT_TAGS = {"layers": 1, "state_bytes": 2, "heads": 3, "form": 4}
+_STATE_TAGS = {"cut": 1, "form": 2, "piece_bytes": 3}
 _ROOT_TAGS = {"adapter": 64, "salt": 65, "weights_epoch": 66}
 
 
@@ -121,6 +122,7 @@ def _layout_text(layout: KvLayout) -> bytes:
         _fields(layout, _LAYOUT_TAGS)
         + b"".join(_group_text(group) for group in layout.groups)
         + (_field(_TAG_RANKS, ranks) if ranks else b"")
+        + (_field(_TAG_STATE, _fields(layout.state, _STATE_TAGS)) if layout.state is not None else b"")
     )
 
 

@@ -1,4 +1,4 @@
-"""Layers whose state is kept only near likely match points: sliding windows and recurrent states. Frozen values.
+"""What a layout may have besides full attention: sliding windows, recurrent states, states of whole sequences.
 
 A group says what one block of it costs and which blocks a match needs; where parts are kept and which match follows
 is decided in kvstore/store/match_rules.py.
@@ -6,6 +6,7 @@ is decided in kvstore/store/match_rules.py.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,6 +14,9 @@ from kvstore.errors import InvalidLayoutError
 
 FIELD_BYTES_MAX = 1024
 WHOLE_MAX = 2**31 - 1
+PIECE_BYTES = 256 << 10
+PIECE_BYTES_MIN = 4 << 10
+PIECE_BYTES_MAX = 16 << 20
 DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -94,6 +98,41 @@ class Recurrent:
     def blocks_back(self, block_tokens: int) -> int:  # noqa: ARG002  # as SlidingWindow
         """How many of the last blocks before its end a match needs."""
         return 1
+
+
+class StateCut(enum.StrEnum):
+    """Where an engine can end a sequence state: at any of its tokens, or at its own end alone."""
+
+    ANY = "any"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceState:
+    """The state of a whole sequence, one blob of a size that the engine alone knows (llama.cpp: llama_state_seq_*).
+
+    A state of n tokens serves every prompt that shares its first m tokens, if the engine can cut it down to m
+    (llama_memory_seq_rm, https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h): `cut="any"`. A state that
+    cannot be cut, as of recurrent layers, serves prompts that begin with all of its tokens: `cut="end"`. `form` is a
+    canonical text or fingerprint of what the bytes are. A blob is kept in slots of `piece_bytes`.
+    """
+
+    cut: str = StateCut.ANY.value
+    form: str = ""
+    piece_bytes: int = PIECE_BYTES
+
+    def __post_init__(self) -> None:
+        require_choice(self.cut, "sequence state: cut", tuple(StateCut))
+        require_whole(self.piece_bytes, "sequence state: piece_bytes")
+        if not PIECE_BYTES_MIN <= self.piece_bytes <= PIECE_BYTES_MAX or self.piece_bytes % PIECE_BYTES_MIN:
+            raise InvalidLayoutError(
+                f"sequence state: piece_bytes is {self.piece_bytes}, expected a multiple of {PIECE_BYTES_MIN} "
+                f"up to {PIECE_BYTES_MAX}"
+            )
+        if not isinstance(self.form, str) or len(self.form.encode(errors="replace")) > FIELD_BYTES_MAX:
+            raise InvalidLayoutError(f"sequence state: form must be a text of at most {FIELD_BYTES_MAX} bytes")
+        if not self.form.isascii():
+            raise InvalidLayoutError(f"sequence state: form is {self.form!r:.60}, expected ASCII text")
 
 
 LayerGroup: TypeAlias = SlidingWindow | Recurrent

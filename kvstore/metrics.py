@@ -126,6 +126,7 @@ STORE_METRICS = (
         "Blocks with parts of a layer group, counted once for each.",
         lambda stats: _single(stats.sparse_blocks),
     ),
+    StoreMetric("kvstore_states", "Sequence states stored.", lambda stats: _single(stats.states)),
     StoreMetric(
         "kvstore_shortened_tokens_total",
         "Tokens stored in full and not matched, since a sparse part that a match needs was not there.",

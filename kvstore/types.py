@@ -15,6 +15,7 @@ from kvstore.layer_groups import (
     LayerGroup,
     LayoutPart,
     Recurrent,
+    SequenceState,
     SlidingWindow,
     require_choice,
     stage_layers,
@@ -35,6 +36,7 @@ SECONDS_MAX = 1e9
 BLOCK_TOKENS_MAX = 4096
 PARTS_MAX = 256
 GROUPS_MAX = 8
+MARK_BYTES = 64
 RANKS_MAX = 4096
 TURN_ENDS_MAX = 4096
 
@@ -68,9 +70,16 @@ class KvLayout:
     one for each rank that writes distinct bytes. Ranks are numbered pipeline stage first, then tensor-parallel rank.
     Parts are numbered group by group, full attention first, and in each group by rank.
 
+    `layers` is 0 for a model without full attention, all of whose layers are in `groups`: in place of dense parts each
+    block has a mark of MARK_BYTES then, written by the store itself, which says that the block is stored.
+
     `ranks` is the *part set*: the ranks whose parts a store has, all of them where it is empty. A node that has some
     of the ranks of an engine stores under a layout with those, commits when their parts are written and matches what
     they have; who asks several nodes takes the shortest answer.
+
+    With `state` nothing is kept by blocks: each stored prompt has one blob, a *sequence state*, that serves whatever
+    shares its beginning (KvStore.stage_state, lease_state). Prompts are matched by single tokens then, so
+    `block_tokens` is 1, and what is moved as blocks are the pieces of a blob, of `state.piece_bytes` each.
     """
 
     layers: int
@@ -88,10 +97,12 @@ class KvLayout:
     engine_layout: int = 1
     groups: tuple[LayerGroup, ...] = ()
     ranks: tuple[int, ...] = ()
+    state: SequenceState | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self)
         _check_form(self)
+        _check_state(self)
         _check_groups(self)
         _check_ranks(self)
         for name in ("axis_order", "rope", "quantisation", "engine"):
@@ -253,6 +264,15 @@ class PrefixMatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSize:
+    """Of a leased state: the tokens that it serves of the prompt, those it was stored for, and its bytes."""
+
+    tokens: int
+    state_tokens: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadResult:
     """How a load went: the first `blocks` rows are verified; rows behind them are undefined."""
 
@@ -311,6 +331,7 @@ class StoreStats:
     full, and with an eviction policy that does not rehearse. `quarantined_slots` are places on disk that are not used
     since they could not be read, written or erased. `sparse_blocks` have parts of a layer group, and count once for
     each; `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
+    `states` are sequence states; where blocks are counted, it is their pieces.
     """
 
     tiers: dict[str, TierStats]
@@ -338,6 +359,7 @@ class StoreStats:
     quarantined_slots: int = 0
     sparse_blocks: int = 0
     shortened_tokens: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +429,19 @@ def require_own_part(layout: KvLayout, rank: int, part: int | None) -> None:
         raise InvalidArgumentError(f"part is {part}, expected one that rank {rank} writes: {', '.join(map(str, own))}")
 
 
+def require_state(layout: KvLayout) -> SequenceState:
+    """The form of the layout's sequence states; raises InvalidArgumentError where it has none."""
+    if layout.state is None:
+        raise InvalidArgumentError("the layout has no sequence states; use stage() and lease(), or give it a `state`")
+    return layout.state
+
+
+def require_blocks(layout: KvLayout) -> None:
+    """Raise InvalidArgumentError for a layout of sequence states."""
+    if layout.state is not None:
+        raise InvalidArgumentError("the layout has sequence states; use stage_state() and lease_state()")
+
+
 def require_tiers(tiers: Collection[Tier] | None) -> frozenset[Tier] | None:
     """The tiers as a set, None for any; raises InvalidArgumentError unless they are some Tiers."""
     if tiers is None:
@@ -426,8 +461,12 @@ def require_root(root: object) -> None:
 def _check_counts(layout: KvLayout) -> None:
     for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tensor_parallel", "pipeline_parallel"):
         value = getattr(layout, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise InvalidLayoutError(f"layout.{name} is {value!r}, expected a whole number from 1 to {2**31 - 1}")
+        least = 0 if name == "layers" and layout.groups else 1
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+            raise InvalidLayoutError(
+                f"layout.{name} is {value!r}, expected a whole number from {least} to {2**31 - 1}"
+                + ("" if name != "layers" or least == 0 else "; 0 is for layouts whose layers are all in `groups`")
+            )
     if layout.block_tokens > BLOCK_TOKENS_MAX:
         raise InvalidLayoutError(f"layout.block_tokens is {layout.block_tokens}, expected at most {BLOCK_TOKENS_MAX}")
     if not isinstance(layout.engine_layout, int) or not 0 <= layout.engine_layout < 2**31:
@@ -440,6 +479,20 @@ def _check_form(layout: KvLayout) -> None:
         raise InvalidLayoutError(f"layout.kv_form is {layout.kv_form!r}, expected one of {', '.join(KvForm)}")
     if layout.kv_form == KvForm.LATENT and layout.kv_heads != 1:
         raise InvalidLayoutError(f"layout.kv_heads is {layout.kv_heads}, expected 1 for the latent form")
+
+
+def _check_state(layout: KvLayout) -> None:
+    if layout.state is None:
+        return
+    if not isinstance(layout.state, SequenceState):
+        raise InvalidLayoutError(f"layout.state is a {type(layout.state).__name__}, expected a SequenceState or None")
+    only = {"block_tokens": 1, "groups": (), "tensor_parallel": 1, "pipeline_parallel": 1, "ranks": ()}
+    for name, value in only.items():
+        if getattr(layout, name) != value:
+            raise InvalidLayoutError(
+                f"layout.{name} is {getattr(layout, name)!r:.80}, expected {value!r}: a sequence state is one blob of "
+                "one writer, matched by single tokens"
+            )
 
 
 def _check_groups(layout: KvLayout) -> None:
@@ -467,11 +520,11 @@ def _check_ranks(layout: KvLayout) -> None:
             f"layout.tensor_parallel is {layout.tensor_parallel}, expected a divisor or a multiple of "
             f"kv_heads ({layout.kv_heads})"
         )
-    if layout.pipeline_parallel > layout.layers:
+    if layout.pipeline_parallel > layout.layers > 0:
         raise InvalidLayoutError(
             f"layout.pipeline_parallel is {layout.pipeline_parallel}, expected at most layers ({layout.layers})"
         )
-    heads = (layout.kv_heads, *(group.heads for group in layout.groups))
+    heads = (*([layout.kv_heads] if layout.layers else []), *(group.heads for group in layout.groups))
     part_count = sum(tensor_writers(count, layout.tensor_parallel) for count in heads) * layout.pipeline_parallel
     if part_count > PARTS_MAX:
         raise InvalidLayoutError(f"the layout has {part_count} parts, expected at most {PARTS_MAX}")
@@ -494,13 +547,17 @@ def _check_part_set(layout: KvLayout) -> None:
 @lru_cache(maxsize=1024)
 def _parts_of(layout: KvLayout) -> tuple[LayoutPart, ...]:
     """Every part that a rank of the part set holds; the first of them that holds it writes it."""
+    if layout.state is not None:
+        return (LayoutPart(None, range(1), 0, layout.state.piece_bytes),)
     dense_bytes = _dense_layer_bytes(layout)
-    sizes: list[tuple[int | None, int, int, int]] = [(None, layout.layers, layout.kv_heads, dense_bytes)]
+    sizes: list[tuple[int | None, int, int, int]] = []
+    if layout.layers:
+        sizes.append((None, layout.layers, layout.kv_heads, dense_bytes))
     sizes += [
         (index, group.layers, group.heads, group.layer_bytes(layout.block_tokens))
         for index, group in enumerate(layout.groups)
     ]
-    parts = []
+    parts = [] if layout.layers else [_mark_part(layout)]
     for index, layers, heads, layer_bytes in sizes:
         writers = tensor_writers(heads, layout.tensor_parallel)
         replicas = layout.tensor_parallel // writers
@@ -511,6 +568,12 @@ def _parts_of(layout: KvLayout) -> tuple[LayoutPart, ...]:
                 count = stage_layers(layers, layout.pipeline_parallel, place // writers)
                 parts.append(LayoutPart(index, ranks, attached[0], count * layer_bytes // writers))
     return tuple(parts)
+
+
+def _mark_part(layout: KvLayout) -> LayoutPart:
+    """What stands for the dense parts of a layout without layers of full attention."""
+    ranks = range(layout.tensor_parallel * layout.pipeline_parallel)
+    return LayoutPart(None, ranks, layout.ranks[0] if layout.ranks else 0, MARK_BYTES)
 
 
 def _within(ascending: tuple[int, ...], numbers: range) -> tuple[int, ...]:

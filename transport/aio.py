@@ -18,13 +18,14 @@ from kvstore.transport import convert, plans
 from kvstore.transport.address import parse_address
 from kvstore.transport.aio_handles import AsyncHeld, AsyncLease, AsyncPrefetch, AsyncStage
 from kvstore.transport.aio_link import LoopThreads, open_async_link
+from kvstore.transport.aio_states import AsyncStateLease, AsyncStateStage
 from kvstore.transport.breaker import GuardedServer
 from kvstore.transport.bulk_choice import engine_client
 from kvstore.transport.client import ServerStatus, event_step_seconds, prefetch_step_seconds
 from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import PROBE_SECONDS, open_link
 from kvstore.transport.link import Lookup, Wait, flat_deadlines
-from kvstore.types import PLAIN_ROOT, PrefixMatch, require_seconds, require_tiers
+from kvstore.types import PLAIN_ROOT, PrefixMatch, require_blocks, require_seconds, require_state, require_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvstore.transport.link import Deadlines
     from kvstore.transport.plans import Plan
     from kvstore.types import Namespace, Pin, Root, ScrubPage, StoreStats, Tier, TokenArray, Verification
+    from kvstore.v1 import cache_service_pb2 as pb
 
 R = TypeVar("R", bound="Message")
 T = TypeVar("T")
@@ -256,15 +258,8 @@ class AsyncClient:
 
     async def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> AsyncLease:
         """Protect a match: `async with await client.lease(match) as lease`."""
-        wanted = require_tiers(tiers)
-
-        async def attempt(link: AsyncLink, ends_at: float) -> AsyncLease:
-            ns_id = await link.ns_id(match.namespace, ends_at)
-            lease = AsyncLease(AsyncHeld(self._keeper, link, self._deadlines), match, wanted)
-            await lease.open(ns_id, ends_at)
-            return lease
-
-        return await self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
+        require_blocks(match.namespace.layout)
+        return await self._lease(match, require_tiers(tiers))
 
     async def stage(
         self,
@@ -279,14 +274,21 @@ class AsyncClient:
         """Begin to store: `async with await client.stage(...) as stage`."""
         prompt = await self._prompt(tokens)
         request = plans.stage_request(namespace, prompt, from_block, turn_ends, rank)
+        return await self._stage(namespace, prompt, root, request)
 
-        async def attempt(link: AsyncLink, ends_at: float) -> AsyncStage:
-            request.prompt.CopyFrom(convert.prompt_to_proto(await link.ns_id(namespace, ends_at), root, prompt))
-            stage = AsyncStage(AsyncHeld(self._keeper, link, self._deadlines), namespace.layout, request)
-            await stage.open(ends_at)
-            return stage
+    async def lease_state(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> AsyncStateLease:
+        """Protect the state behind a match: `async with await client.lease_state(match) as lease`."""
+        form = require_state(match.namespace.layout)
+        return AsyncStateLease(await self._lease(match, require_tiers(tiers)), form.piece_bytes)
 
-        return await self._keeper.run(attempt, self._deadlines.bulk_seconds, attempt)
+    async def stage_state(
+        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+    ) -> AsyncStateStage:
+        """Begin to store a state: `async with await client.stage_state(...) as stage`."""
+        prompt = await self._prompt(tokens)
+        request = plans.stage_state_request(namespace, prompt, state_bytes)
+        stage = await self._stage(namespace, prompt, root, request)
+        return AsyncStateStage(stage, state_bytes, namespace.layout.block_bytes)
 
     async def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
@@ -369,6 +371,26 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _lease(self, match: PrefixMatch, tiers: Collection[Tier] | None) -> AsyncLease:
+        async def attempt(link: AsyncLink, ends_at: float) -> AsyncLease:
+            ns_id = await link.ns_id(match.namespace, ends_at)
+            lease = AsyncLease(AsyncHeld(self._keeper, link, self._deadlines), match, tiers)
+            await lease.open(ns_id, ends_at)
+            return lease
+
+        return await self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
+
+    async def _stage(
+        self, namespace: Namespace, prompt: TokenArray, root: Root | None, request: pb.StageRequest
+    ) -> AsyncStage:
+        async def attempt(link: AsyncLink, ends_at: float) -> AsyncStage:
+            request.prompt.CopyFrom(convert.prompt_to_proto(await link.ns_id(namespace, ends_at), root, prompt))
+            stage = AsyncStage(AsyncHeld(self._keeper, link, self._deadlines), namespace.layout, request)
+            await stage.open(ends_at)
+            return stage
+
+        return await self._keeper.run(attempt, self._deadlines.bulk_seconds, attempt)
 
     async def _run(self, plan: Plan[R, T], prompt_tokens: int = 0) -> T:
         async def attempt(link: AsyncLink, ends_at: float) -> R:

@@ -11,7 +11,7 @@ from kvstore.transport import convert
 from kvstore.transport.link import R, Wait
 from kvstore.transport.plans import ABORT, CANCEL_PREFETCH, COMMIT, LEASE, PREFETCH, RELEASE, STAGE, lease_request
 from kvstore.transport.remote import LoadOf, StageWants
-from kvstore.types import LoadResult
+from kvstore.types import LoadResult, StateSize
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -92,15 +92,18 @@ class AsyncLease:
         self._lease_id = held.link.new_id()
         self._is_open = True
         self._blocks = 0
+        self.size = StateSize(0, 0, 0)
 
     async def open(self, ns_id: bytes, ends_at: float) -> None:
         """Have it granted; whoever is cancelled meanwhile holds none."""
         request = lease_request(self._held.session_id, ns_id, self._match, self._lease_id, self._tiers)
         try:
-            self._blocks = (await self._held.link.call(LEASE, request, ends_at)).blocks
+            granted = await self._held.link.call(LEASE, request, ends_at)
         except (UnavailableError, asyncio.CancelledError):
             self._held.give_up(RELEASE, self._release_request())
             raise
+        self._blocks = granted.blocks
+        self.size = convert.state_from_proto(granted.state)
 
     @property
     def blocks(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvstore.api import SCRUB_BYTES
+from kvstore.state_blobs import BlobLease, BlobStage
 from kvstore.tokens import as_token_array
 from kvstore.transport import convert, plans
 from kvstore.transport.address import parse_address
@@ -15,7 +16,7 @@ from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import LinkKeeper
 from kvstore.transport.link import Deadlines, Lookup, flat_deadlines
 from kvstore.transport.remote import Held, RemoteLease, RemotePrefetch, RemoteStage
-from kvstore.types import PLAIN_ROOT, PrefixMatch, require_seconds, require_tiers
+from kvstore.types import PLAIN_ROOT, PrefixMatch, require_blocks, require_seconds, require_state, require_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from kvstore.transport.bulk_client import BulkStatus
     from kvstore.transport.link import Link
     from kvstore.transport.plans import Plan
-    from kvstore.types import Namespace, Pin, Root, ScrubPage, StoreStats, Tier, Verification
+    from kvstore.types import Namespace, Pin, Root, ScrubPage, StoreStats, Tier, TokenArray, Verification
+    from kvstore.v1 import cache_service_pb2 as pb
 
 R = TypeVar("R", bound="Message")
 T = TypeVar("T")
@@ -131,12 +133,8 @@ class Client:
 
     def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> RemoteLease:
         """Protect a match."""
-        wanted = require_tiers(tiers)
-
-        def attempt(link: Link, ends_at: float) -> RemoteLease:
-            return RemoteLease(Held(self._keeper, link, self._deadlines), match, wanted, ends_at)
-
-        return self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
+        require_blocks(match.namespace.layout)
+        return self._lease(match, require_tiers(tiers))
 
     def stage(
         self,
@@ -151,12 +149,22 @@ class Client:
         """Begin to store."""
         prompt = as_token_array(tokens)
         request = plans.stage_request(namespace, prompt, from_block, turn_ends, rank)
+        return self._stage(namespace, prompt, root, request)
 
-        def attempt(link: Link, ends_at: float) -> RemoteStage:
-            request.prompt.CopyFrom(convert.prompt_to_proto(link.ns_id(namespace, ends_at), root, prompt))
-            return RemoteStage(Held(self._keeper, link, self._deadlines), namespace.layout, request, ends_at)
+    def lease_state(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> BlobLease:
+        """Protect the state behind a match."""
+        form = require_state(match.namespace.layout)
+        lease = self._lease(match, require_tiers(tiers))
+        return BlobLease(lease, lease.size, form.piece_bytes)
 
-        return self._keeper.run(attempt, self._deadlines.bulk_seconds, attempt)
+    def stage_state(
+        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+    ) -> BlobStage:
+        """Begin to store a state."""
+        prompt = as_token_array(tokens)
+        request = plans.stage_state_request(namespace, prompt, state_bytes)
+        stage = self._stage(namespace, prompt, root, request)
+        return BlobStage(stage, state_bytes, namespace.layout.block_bytes)
 
     def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
@@ -234,6 +242,21 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _lease(self, match: PrefixMatch, tiers: Collection[Tier] | None) -> RemoteLease:
+        def attempt(link: Link, ends_at: float) -> RemoteLease:
+            return RemoteLease(Held(self._keeper, link, self._deadlines), match, tiers, ends_at)
+
+        return self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
+
+    def _stage(
+        self, namespace: Namespace, prompt: TokenArray, root: Root | None, request: pb.StageRequest
+    ) -> RemoteStage:
+        def attempt(link: Link, ends_at: float) -> RemoteStage:
+            request.prompt.CopyFrom(convert.prompt_to_proto(link.ns_id(namespace, ends_at), root, prompt))
+            return RemoteStage(Held(self._keeper, link, self._deadlines), namespace.layout, request, ends_at)
+
+        return self._keeper.run(attempt, self._deadlines.bulk_seconds, attempt)
 
     def _run(self, plan: Plan[R, T]) -> T:
         def attempt(link: Link, ends_at: float) -> T:

@@ -10,7 +10,7 @@ import numpy as np
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
-from kvstore.layer_groups import Recurrent, SlidingWindow
+from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
 from kvstore.types import (
     PLAIN_ROOT,
     CommitResult,
@@ -18,6 +18,7 @@ from kvstore.types import (
     Namespace,
     Pin,
     Root,
+    StateSize,
     StoreStats,
     Tier,
     TierRun,
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4 * 2**20
 _EVENT_OVERHEAD_BYTES = 128
-_LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout) if item.name != "groups")
+_LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout) if item.name not in ("groups", "state"))
 _WINDOW_FIELDS = tuple(item.name for item in fields(SlidingWindow))
 _RECURRENT_FIELDS = tuple(item.name for item in fields(Recurrent))
+_STATE_FIELDS = tuple(item.name for item in fields(SequenceState))
 _ROOT_FIELDS = tuple(item.name for item in fields(Root))
 _TIER_NUMBERS = frozenset(int(tier) for tier in Tier)
 _SIMPLE_STATS = (
@@ -58,6 +60,7 @@ _SIMPLE_STATS = (
     "quarantined_slots",
     "sparse_blocks",
     "shortened_tokens",
+    "states",
     "prefetched_blocks",
     "written_bytes",
     "moves",
@@ -99,13 +102,20 @@ def _layout_to_proto(layout: KvLayout) -> block_pb2.KvLayout:
             message.groups.add().recurrent.MergeFrom(
                 block_pb2.Recurrent(**{name: getattr(group, name) for name in _RECURRENT_FIELDS})
             )
+    if layout.state is not None:
+        message.state.MergeFrom(
+            block_pb2.SequenceState(**{name: getattr(layout.state, name) for name in _STATE_FIELDS})
+        )
     return message
 
 
 def _layout_from_proto(message: block_pb2.KvLayout) -> KvLayout:
     given = {name: getattr(message, name) for name in _LAYOUT_FIELDS}
     given["ranks"] = tuple(message.ranks)
-    return KvLayout(**given, groups=tuple(_group_from_proto(group) for group in message.groups))
+    state = None
+    if message.HasField("state"):
+        state = SequenceState(**{name: getattr(message.state, name) for name in _STATE_FIELDS})
+    return KvLayout(**given, groups=tuple(_group_from_proto(group) for group in message.groups), state=state)
 
 
 def _group_from_proto(message: block_pb2.LayerGroup) -> LayerGroup:
@@ -174,6 +184,18 @@ def wanted_from_proto(message: cache_service_pb2.StageResponse, layout: KvLayout
         )
         for number, wanted in enumerate(message.sparse)
     }
+
+
+def state_to_proto(size: StateSize) -> cache_service_pb2.LeasedState:
+    """What a leased state is."""
+    return cache_service_pb2.LeasedState(
+        tokens=size.tokens, state_tokens=size.state_tokens, state_bytes=size.state_bytes
+    )
+
+
+def state_from_proto(message: cache_service_pb2.LeasedState) -> StateSize:
+    """What a leased state is."""
+    return StateSize(message.tokens, message.state_tokens, message.state_bytes)
 
 
 def tiers_from_proto(tiers: Iterable[int]) -> frozenset[Tier] | None:

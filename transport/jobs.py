@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvstore.api import Lease, Stage
     from kvstore.transport.limits import ServiceLimits
     from kvstore.transport.session import Session
-    from kvstore.types import KvLayout
+    from kvstore.types import KvLayout, StateSize
     from kvstore.v1 import cache_service_pb2 as pb
 
 
@@ -55,6 +55,16 @@ class Lender(Protocol):
         self, *, from_block: int, blocks: int, part: int | None
     ) -> AbstractContextManager[list[NDArray[np.uint8]]]:
         """Lend rows."""
+        ...
+
+
+@runtime_checkable
+class SizedLease(Protocol):
+    """A lease of the pieces of a sequence state."""
+
+    @property
+    def size(self) -> StateSize:
+        """What the state is."""
         ...
 
 

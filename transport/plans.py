@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from grpc_health.v1 import health_pb2
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.tokens import as_token_array
 from kvstore.transport import convert
 from kvstore.transport.link import ADMIN, CACHE, Rpc, Wait
-from kvstore.types import ScrubPage, Verification, require_namespace, require_seconds, require_turn_ends, require_writer
+from kvstore.types import (
+    ScrubPage,
+    Verification,
+    require_blocks,
+    require_namespace,
+    require_seconds,
+    require_state,
+    require_turn_ends,
+    require_writer,
+)
 from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -231,11 +241,20 @@ def stage_request(
 ) -> pb.StageRequest:
     """Begin to store; names no session, no stage and no prompt yet."""
     check_from_block(from_block)
+    require_namespace(namespace)
+    require_blocks(namespace.layout)
     request = pb.StageRequest(from_block=from_block, turn_ends=require_turn_ends(turn_ends, prompt.size))
     if rank is not None:
-        require_namespace(namespace)
         request.rank = require_writer(namespace.layout, rank)
     return request
+
+
+def stage_state_request(namespace: Namespace, prompt: TokenArray, state_bytes: int) -> pb.StageRequest:
+    """Begin to store a sequence state; names no session, no stage and no prompt yet."""
+    require_namespace(namespace)
+    require_state(namespace.layout)
+    require_path(prompt.size)
+    return pb.StageRequest(state_bytes=require_state_bytes(state_bytes))
 
 
 def check_from_block(from_block: int) -> None:

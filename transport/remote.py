@@ -88,11 +88,13 @@ class RemoteLease:
         ns_id = link.ns_id(match.namespace, ends_at)
         request = lease_request(held.session_id, ns_id, match, self._lease_id, tiers)
         try:
-            self._blocks = link.call(LEASE, request, ends_at).blocks
+            granted = link.call(LEASE, request, ends_at)
         except UnavailableError:
             # The server may have granted it, or be about to.
             held.give_up(RELEASE, self._release_request())
             raise
+        self._blocks = granted.blocks
+        self.size = convert.state_from_proto(granted.state)
 
     @property
     def blocks(self) -> int:

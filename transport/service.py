@@ -25,18 +25,19 @@ from kvstore.errors import (
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
 from kvstore.transport.frames import encode_frame
-from kvstore.transport.jobs import LoadJob, WriteJob, load_job, write_job
+from kvstore.transport.jobs import LoadJob, SizedLease, WriteJob, load_job, write_job
 from kvstore.transport.principal import caller
 from kvstore.transport.rows import RowAssembler
 from kvstore.types import PrefixMatch
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection
 
+    from kvstore.api import KvStore, Lease, Stage
     from kvstore.transport.session import Session
     from kvstore.transport.state import ServiceState
-    from kvstore.types import CommitResult, KvLayout, Namespace, TokenArray
+    from kvstore.types import CommitResult, KvLayout, Namespace, Tier, TokenArray
     from kvstore.v1 import block_pb2
 
 BLOCK_BYTES_MAX = 2**40
@@ -205,7 +206,7 @@ class CacheService:
         lease = await self._state.short.run(
             lambda: session.leases.open(
                 request.lease_id,
-                lambda: self._store.lease(match, tiers=tiers),
+                lambda: _leased(self._store, match, tiers),
                 namespace,
                 lambda held: self._state.tenants.hold_lease(
                     namespace.tenant, _leased_bytes(namespace.layout, held.blocks)
@@ -213,7 +214,10 @@ class CacheService:
             ),
             undo=lambda _: session.leases.end(request.lease_id),
         )
-        return pb.LeaseResponse(blocks=lease.blocks)
+        answer = pb.LeaseResponse(blocks=lease.blocks)
+        if isinstance(lease, SizedLease):
+            answer.state.CopyFrom(convert.state_to_proto(lease.size))
+        return answer
 
     async def load(self, request: pb.LoadRequest) -> AsyncGenerator[pb.LoadResponse | bytes, None]:
         """Send rows while the next ones are read; stop at the first block that is not there."""
@@ -271,18 +275,10 @@ class CacheService:
         session = self._state.sessions.get(request.session_id)
         namespace = self._namespace(request)
         tokens = self._tokens(request.prompt.tokens)
-        root = convert.root_from_proto(request.prompt.root)
         stage = await self._state.short.run(
             lambda: session.stages.open(
                 request.stage_id,
-                lambda: self._store.stage(
-                    namespace,
-                    tokens,
-                    root=root,
-                    from_block=request.from_block,
-                    turn_ends=request.turn_ends,
-                    rank=request.rank if request.HasField("rank") else None,
-                ),
+                lambda: _staged(self._store, namespace, tokens, request),
                 namespace,
                 lambda _: self._state.tenants.hold_stage(namespace.tenant),
             ),
@@ -424,6 +420,28 @@ def _claimed_match(namespace: Namespace, request: pb.LeaseRequest, tokens: Token
         raise InvalidArgumentError(f"a lease of {request.blocks} blocks of a prompt that has {prompt_blocks}")
     root = convert.root_from_proto(request.prompt.root)
     return PrefixMatch(namespace, root, tokens, request.blocks, runs=())
+
+
+def _leased(store: KvStore, match: PrefixMatch, tiers: Collection[Tier] | None) -> Lease:
+    """A lease of blocks, or of the pieces of a state."""
+    if match.namespace.layout.state is not None:
+        return store.lease_state(match, tiers=tiers).rows
+    return store.lease(match, tiers=tiers)
+
+
+def _staged(store: KvStore, namespace: Namespace, tokens: TokenArray, request: pb.StageRequest) -> Stage:
+    """A stage of blocks, or of the pieces of a state."""
+    root = convert.root_from_proto(request.prompt.root)
+    if request.HasField("state_bytes"):
+        return store.stage_state(namespace, tokens, state_bytes=request.state_bytes, root=root).rows
+    return store.stage(
+        namespace,
+        tokens,
+        root=root,
+        from_block=request.from_block,
+        turn_ends=request.turn_ends,
+        rank=request.rank if request.HasField("rank") else None,
+    )
 
 
 async def _drain(requests: AsyncIterator[pb.SessionRequest]) -> None:

@@ -18,6 +18,8 @@ from kvstore.store.budget import StoreBudget, default_bytes_per_second
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.store.sparse import SparseGroup, SparseParts
+from kvstore.store.state_records import PIECE_NUMBERS, StateRecords
+from kvstore.store.states import StateTable
 from kvstore.types import Tier, require_namespace
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.store.settings import Quota, StoreSettings
     from kvstore.store.space import Freed
     from kvstore.tiers.base import Pool, RecoveredBlock, SlotRange
-    from kvstore.tiers.host import HostTier
+    from kvstore.tiers.host import HostPool, HostTier
     from kvstore.tiers.persistent import PersistentPool, PersistentTier
     from kvstore.types import BlockIds, KvLayout, Namespace, Slots
 
@@ -35,6 +37,10 @@ _SECRET_BYTES = 32
 _TICKS_PER_SECOND = 1_000_000
 # Room below for the ticks of earlier runs: 2.2 years of them, and 6.7 years of this one above.
 _FIRST_TICK = 1 << 46
+
+
+# What the marks of a layout without full attention may take: this bounds its index, too. One takes two pages on disk.
+_MARKS_RATIO = {Tier.HOST: 1 / 128, Tier.DISK: 1 / 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,7 @@ class Index:
         for space in spaces:
             if space is not asking and space.least_bytes(tier) and not space.spare_blocks(tier):
                 continue
-            value = space.tree.victim_value(tier, self._tick)
+            value = space.victim_value(tier, self._tick)
             if value is not None:
                 found.append(Giver(space, space.worth(value)))
         is_owed = asking.missing_bytes(tier) > 0
@@ -192,9 +198,9 @@ class Index:
         return space.worth(space.tree.value_of(block_id, self._tick))
 
     def _retire_empty_space(self) -> bool:
-        """Forget a namespace that has no blocks, staged ones included; `_opening` must be held."""
+        """Forget a namespace that has no blocks or states, staged ones included; `_opening` must be held."""
         with self.lock:
-            empty = next((item for item in self._spaces.items() if item[1].tree.block_count == 0), None)
+            empty = next((item for item in self._spaces.items() if item[1].is_empty), None)
             if empty is None:
                 return False
             namespace, space = empty
@@ -214,16 +220,20 @@ class Index:
         shares = self._shares(layout, quota)
         disk_pool = None
         if self.disk is not None:
-            disk_pool = self.disk.pool(ns_id, layout.part_sizes, layout.block_tokens, bytes_max=shares[Tier.DISK].dense)
+            numbers = layout.block_tokens if layout.state is None else PIECE_NUMBERS
+            disk_pool = self.disk.pool(ns_id, layout.part_sizes, numbers, bytes_max=shares[Tier.DISK].dense)
+        host_pool = self.host.pool(ns_id, layout.part_sizes, bytes_max=shares[Tier.HOST].dense)
+        ns_key = hashing.namespace_key(namespace, self._node_secret)
         space = Space(
             ns_id=ns_id,
-            ns_key=hashing.namespace_key(namespace, self._node_secret),
+            ns_key=ns_key,
             layout=layout,
-            host=self.host.pool(ns_id, layout.part_sizes, bytes_max=shares[Tier.HOST].dense),
+            host=host_pool,
             disk=disk_pool,
             events=self.events,
             policy=self.settings.eviction_policy,
             sparse=self._make_sparse(ns_id, layout, shares),
+            states=self._make_states(layout, ns_key, host_pool, disk_pool),
             quota=quota,
             hash_seed=None if saved is None else saved.hash_seed,
             budget=StoreBudget(
@@ -245,6 +255,14 @@ class Index:
                 self._snapshots.restore(space, saved, tick)
         return space
 
+    def _make_states(
+        self, layout: KvLayout, ns_key: bytes, host: HostPool, disk: PersistentPool | None
+    ) -> StateTable | None:
+        if layout.state is None:
+            return None
+        records = StateRecords(ns_key, layout.state.piece_bytes)
+        return StateTable(layout.state, host, disk, records, bytes_max=self.settings.state_index_bytes)
+
     def _shares(self, layout: KvLayout, quota: Quota) -> dict[Tier, Share]:
         """What dense blocks and each sparse group of a namespace may take up in each tier."""
         disk_bytes = 0 if self.disk is None else self.disk.capacity_bytes
@@ -255,6 +273,8 @@ class Index:
         for tier, (most, capacity) in limits.items():
             whole = capacity if most is None else min(most, capacity)
             sparse = int(whole * self.settings.sparse_ratio_max)
+            if not layout.layers:
+                sparse = whole - int(whole * _MARKS_RATIO[tier])
             shares[tier] = Share(dense=whole - sparse, sparse=sparse // len(layout.groups))
         return shares
 

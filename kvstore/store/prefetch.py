@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
@@ -34,10 +34,21 @@ _BATCH_BYTES = 16 << 20  # between two looks whether it is still wanted; in that
 _BUFFERS_MAX = 2
 
 
+class Awaited(Protocol):
+    """What a caller of a prefetch waits for."""
+
+    host_blocks: int
+    ended: threading.Event
+
+    def leave(self) -> None:
+        """One who was interested is not any more."""
+        ...
+
+
 class StorePrefetch:
     """A kvstore.api.Prefetch in this process's store: one caller's interest in a job, which others may share."""
 
-    def __init__(self, job: PrefetchJob) -> None:
+    def __init__(self, job: Awaited) -> None:
         self._job = job
         self._lock = threading.Lock()
         self._wanted = True

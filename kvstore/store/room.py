@@ -29,6 +29,7 @@ from kvstore.store.placement import (
     shortage,
 )
 from kvstore.store.sparse_moves import SparseMover
+from kvstore.store.state_moves import StateMover
 from kvstore.store.turnover import Turnover
 from kvstore.types import Tier
 
@@ -64,6 +65,7 @@ class RoomMaker:
         self._index = index
         self.lock = threading.Lock()
         self.sparse = SparseMover(index, self)
+        self.states = StateMover(index, self)
         self._admission = DiskAdmission(index.settings.disk_admission)
         self._disk_is_full = False  # the last blocks that went there had to drive others out; guarded by `lock`
         self._turnover: Turnover | None = None  # guarded by `lock`
@@ -146,6 +148,8 @@ class RoomMaker:
             for space in self._index.spaces():
                 self._flush_space(space)
                 self.sparse.flush(space)
+                if space.states is not None:
+                    self.states.flush(space)
         disk.flush()
 
     def _flush_space(self, space: Space) -> None:
@@ -182,7 +186,12 @@ class RoomMaker:
             return True
         if not space.host.at_limit and self._follow_out() and _give_back_idle(others):
             return True
-        return self._free(space, Tier.HOST, wanted, price)
+        return self._free(space, Tier.HOST, wanted, price) or self._free_excess(space, Tier.HOST)
+
+    def _free_excess(self, space: Space, tier: Tier) -> bool:
+        """Have sparse parts give back what they have beyond their share, to a space that can take it."""
+        pool = space.pool(tier)
+        return pool is not None and not pool.at_limit and self.sparse.give_excess(tier)
 
     def _follow_out(self) -> bool:
         """Let sparse parts leave host memory whose dense blocks left it before; true if there were any."""
@@ -215,7 +224,12 @@ class RoomMaker:
         return True
 
     def _evict(self, space: Space, tier: Tier, count: int, worth: float) -> bool:
-        """Let up to `count` blocks of one space leave a tier, as its policy says; true if a slot came free."""
+        """Let up to `count` blocks of one space leave a tier, as its policy says; true if a slot came free.
+
+        Of states one leaves, of whatever size.
+        """
+        if space.states is not None:
+            return self.states.evict(space, tier, worth)
         with self._index.lock:
             ids = space.tree.take_victims(tier, count, space.value(worth))
         return self._leave(space, tier, ids)
@@ -268,7 +282,7 @@ class RoomMaker:
         step = _batch_blocks(space)
         for start in range(0, ids.size, step):
             batch = ids[start : start + step]
-            slots = self._reserve_disk(space, batch.size)
+            slots = self.disk_slots(space, batch.size)
             written = self._write_batch(space, batch[: slots.size], slots)
             with self._index.lock:
                 reason = "quota" if space.disk is not None and space.disk.at_limit else "disk_full"
@@ -299,7 +313,8 @@ class RoomMaker:
             self._turnover.note(int(placed.sum()) * space.disk.slot_bytes, self._index.clock.monotonic())
         return int(written.sum())
 
-    def _reserve_disk(self, space: Space, count: int) -> Slots:
+    def disk_slots(self, space: Space, count: int) -> Slots:
+        """Up to `count` slots on disk, after evicting others if needed; `lock` must be held."""
         if space.disk is None:
             return _EMPTY
         slots = space.disk.allocate(count)
@@ -311,7 +326,9 @@ class RoomMaker:
         others = [pool for other in self._index.spaces() for pool in other.pools(Tier.DISK) if pool is not space.disk]
         if space.disk is not None and not space.disk.at_limit and (_give_back_idle(others) or self._drop_unclaimed()):
             return True
-        return self._free_condemned() or self._free(space, Tier.DISK, wanted, inf)
+        if self._free_condemned() or self._free(space, Tier.DISK, wanted, inf):
+            return True
+        return self._free_excess(space, Tier.DISK)
 
     def _leave_disk(self, space: Space, ids: BlockIds) -> bool:
         try:
@@ -337,6 +354,8 @@ class RoomMaker:
 
     def _reclaim(self, space: Space, tier: Tier, worth: float) -> bool:
         """Return one extent or slab of a space to its tier, for another space to have; true if that was done."""
+        if space.states is not None:
+            return self.states.reclaim(space, tier, worth)
         if tier is Tier.HOST:
             return self._reclaim_extent(space, worth)
         if space.disk is None:

@@ -1,4 +1,5 @@
-"""Dropping what a scrub found to be wrong on disk: dense blocks with what lies below them, and sparse parts alone."""
+"""Dropping what a scrub found to be wrong on disk: dense blocks with what lies below them, sparse
+parts alone, states as wholes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def drop_bad(index: Index, room: RoomMaker, step: ScrubStep) -> None:
     }
     for pool_id, bad in step.bad_ranges():
         with room.lock:
-            if pool_id in spaces:
+            if pool_id in spaces and spaces[pool_id].states is not None:
+                room.states.drop_bad(spaces[pool_id], bad)
+            elif pool_id in spaces:
                 _drop_dense(index, spaces[pool_id], bad)
             elif pool_id in groups:
                 _drop_sparse(index, groups[pool_id], bad)

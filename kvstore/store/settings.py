@@ -66,6 +66,7 @@ class StoreSettings:
     pins_max: int = 4096
     pinned_ratio_max: float = 0.5
     sparse_ratio_max: float = 0.5
+    state_index_bytes: int = 64 << 20
     request_ids_max: int = 65536
     events_bytes: int = 64 << 20
     room_seconds_max: float = 2.0

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore.events import EventLog
     from kvstore.store.settings import Quota
     from kvstore.store.sparse import SparseHold
+    from kvstore.store.states import StateTable, StoredState
     from kvstore.tiers.base import Pool, SlotRange
     from kvstore.tiers.host import HostPool
     from kvstore.tiers.persistent import PersistentPool
@@ -42,6 +43,7 @@ _MEASURING_POLICY = "survival"
 # by as much where use does not, and namespaces alike would take extents from each other all the time.
 _MOVING_FACTOR = 1.5
 _SCALE_MIN = sys.float_info.min
+_NO_SLOTS = np.empty(0, dtype=np.uint32)
 # From here on slots of the disk are numbers only, of blocks that change their place in host memory; see Space.move.
 _PASSING_SLOT = 0xFFF0_0000
 
@@ -96,7 +98,7 @@ class Found:
 
 
 class Space:
-    """A namespace's radix tree, host pool and disk pool, and its sparse parts with theirs.
+    """A namespace's radix tree, host pool and disk pool, and its sparse parts with theirs, or its sequence states.
 
     Every method that reads or changes the tree is called with the index lock held, but for `find`; the pools have
     locks of their own. `removing` is held by the thread that frees, slice by slice, what was cut off from the tree.
@@ -113,6 +115,7 @@ class Space:
         events: EventLog,
         policy: str,
         sparse: SparseParts | None = None,
+        states: StateTable | None = None,
         quota: Quota = NO_QUOTA,
         hash_seed: int | None = None,
         budget: StoreBudget | None = None,
@@ -124,6 +127,7 @@ class Space:
         self.host = host
         self.disk = disk
         self.sparse = SparseParts(layout) if sparse is None else sparse
+        self.states = states  # then the tree stays empty, and both pools hold pieces of states
         self.quota = quota
         self.budget = StoreBudget(1.0, 0, 0.0) if budget is None else budget
         self.hash_seed = secrets.randbits(64) if hash_seed is None else hash_seed
@@ -151,6 +155,36 @@ class Space:
         """All that it has of a tier, sparse parts included."""
         pools = [self.pool(tier), *(group.pool(tier) for group in self.sparse.groups)]
         return [pool for pool in pools if pool is not None]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is stored here, or being stored."""
+        return not self.tree.block_count and (self.states is None or self.states.is_idle)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks, staged ones included, and states."""
+        return self.tree.block_count + (0 if self.states is None else len(self.states))
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the index."""
+        return self.tree.memory_bytes + (0 if self.states is None else self.states.index_bytes)
+
+    def tier_blocks(self, tier: Tier) -> int:
+        """Blocks, and pieces of states, in a tier."""
+        return self.tree.tier_blocks(tier) + (0 if self.states is None else self.states.pieces(tier))
+
+    def victim_value(self, tier: Tier, tick: int) -> float | None:
+        """The value of what leaves a tier next; None if nothing may."""
+        if self.states is None:
+            return self.tree.victim_value(tier, tick)
+        state = self.states.victim(tier, tick)
+        return None if state is None else self.state_value(state, tick)
+
+    def state_value(self, state: StoredState, tick: int) -> float:
+        """The value of a state, as that of a block in a tree of the same policy."""
+        return state.uses_per_second(tick) if self.is_measured else float(state.used_at)
 
     def least_bytes(self, tier: Tier) -> int:
         """Bytes of blocks of which other namespaces take nothing."""
@@ -287,7 +321,8 @@ class Space:
         removed = self.tree.clear()
         self._events.append(EventKind.CLEARED, self.ns_id)
         self._clearing = True
-        return self._freed(removed)
+        freed = self._freed(removed)
+        return freed if self.states is None else replace(freed, sparse=freed.sparse + self.states.clear())
 
     def reap(self) -> Freed:
         """Free one more slice of what was cut off."""
@@ -298,6 +333,15 @@ class Space:
         freed = self._freed(self.tree.release(ids))
         return replace(freed, sparse=freed.sparse + self.sparse.release(sparse)) if sparse is not NO_HOLD else freed
 
+    def release_state(self, state: StoredState) -> Freed:
+        """End one hold on a state."""
+        assert self.states is not None, "who holds a state has a table of them"
+        return replace(self.nothing_freed(), sparse=self.states.release(state))
+
+    def nothing_freed(self) -> Freed:
+        """What is freed by the end of a hold on nothing."""
+        return Freed(self, 0, _NO_SLOTS, _NO_SLOTS, more=False)
+
     def announce(self, tier: Tier, keys: Sequence[bytes], *, root_key: bytes = b"", parent_key: bytes = b"") -> None:
         """Tell the event log that blocks entered a tier; root and parent where they are new on this node."""
         if keys:
@@ -305,12 +349,21 @@ class Space:
                 EventKind.STORED, self.ns_id, root_key=root_key, tier=tier, parent_key=parent_key, keys=tuple(keys)
             )
 
+    def announce_states(self, states: Iterable[StoredState], tier: Tier | None, *, is_last_copy: bool) -> None:
+        """Tell the event log that states left a tier, or all of them."""
+        keys = tuple(state.key for state in states)
+        if keys:
+            self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=keys, last_copy=is_last_copy)
+
     def adopt(self, recovered: Iterable[RecoveredBlock], tick: int) -> Slots:
         """Take what the disk held into the (still empty) tree; returns the slots of what has no place in it.
 
         Left out are blocks whose key is not the one that this namespace gives them, whose ancestors are not all
-        there, and second copies. For the policy all were used at `tick`, until it is told better.
+        there, and second copies; of states, what is not whole. For the policy all were used at `tick`, until it is told
+        better.
         """
+        if self.states is not None:
+            return self.states.adopt(recovered, tick)
         found = list(recovered)
         children: defaultdict[tuple[bytes, bytes], list[RecoveredBlock]] = defaultdict(list)
         for block in found:

@@ -176,6 +176,12 @@ class SparseGroup:
             block.holds += 1
         return victims
 
+    def needed_at(self, tier: Tier, slots: SlotRange) -> int:
+        """When something in these slots of a tier was needed last; what somebody holds is needed now."""
+        wanted = range(slots.first, slots.first + slots.count)
+        found = (block for block in self._order[tier].values() if block.slots[tier] in wanted)
+        return max((self._requests + 1 if block.holds else block.needed_at for block in found), default=0)
+
     def cool(self, keys: Iterable[bytes]) -> None:
         """The blocks of these keys left host memory: what stands at them is the first to follow, until it is needed."""
         for key in keys:

@@ -1,9 +1,10 @@
 """Moving sparse parts: making room for them, writing them to disk, and reading them.
 
 A group keeps to its share of each tier (`sparse_ratio_max`). Up to that it takes extents from whoever gives first,
-then what of its own was needed longest ago leaves: host memory for the disk, the disk for good. Where anyone needs host
-memory, what stands at blocks that left it follows them. A part for which there is no room is not stored, and a match is
-shorter for it; no dense block is refused for that.
+then what of its own was needed longest ago leaves: host memory for the disk, the disk for good. All groups together
+take no room from dense blocks beyond that share of the tier; what they have beyond it they give back where anyone needs
+room, the group that has most first. Where anyone needs host memory, what stands at blocks that left it follows them. A
+part for which there is no room is not stored, and a match is shorter for it; no dense block is refused for that.
 """
 
 from __future__ import annotations
@@ -65,6 +66,17 @@ class SparseMover:
                 victims = group.take_cooled(_batch(group))
             found |= self._leave(space, group, Tier.HOST, victims)
         return found
+
+    def give_excess(self, tier: Tier) -> bool:
+        """Have the group that has most of a tier give back an extent, or slab, where all have more than their share.
+
+        What was needed longest ago leaves; the room lock must be held. False where nothing could.
+        """
+        if not self._has_excess(tier):
+            return False
+        held = [(pool.reserved_bytes, space, group) for space, group, pool in self._groups(tier)]
+        _, space, group = max(held, key=lambda one: one[0])
+        return self._empty_one(space, group, tier)
 
     def flush(self, space: Space) -> None:
         """Write the sparse parts in host memory alone that a restart would find; the room lock must be held."""
@@ -145,9 +157,42 @@ class SparseMover:
         pool = group.pool(tier)
         if pool is None:
             return False
-        if not pool.at_limit and self._room.return_extent(space, group, tier):
+        if not pool.at_limit and not self._has_excess(tier) and self._room.return_extent(space, group, tier):
             return True
-        return self._evict(space, group, tier, min(count, _batch(group)))
+        if self._evict(space, group, tier, min(count, _batch(group))):
+            return True
+        return not pool.at_limit and self.give_excess(tier)
+
+    def _groups(self, tier: Tier) -> list[tuple[Space, SparseGroup, Pool]]:
+        """All groups of all namespaces with their pools in a tier."""
+        return [
+            (space, group, pool)
+            for space in self._index.spaces()
+            for group in space.sparse.groups
+            if (pool := group.pool(tier)) is not None
+        ]
+
+    def _has_excess(self, tier: Tier) -> bool:
+        """Whether sparse parts have all of a tier, or more, that they may take from dense blocks."""
+        capacity_bytes = self._index.host.capacity_bytes
+        if tier is Tier.DISK:
+            capacity_bytes = 0 if self._index.disk is None else self._index.disk.capacity_bytes
+        held_bytes = sum(pool.reserved_bytes for _, _, pool in self._groups(tier))
+        return held_bytes >= capacity_bytes * self._index.settings.sparse_ratio_max
+
+    def _empty_one(self, space: Space, group: SparseGroup, tier: Tier) -> bool:
+        """Let all leave one extent or slab of a group, of which nothing was needed for longest."""
+        pool = group.pool(tier)
+        assert pool is not None, "only groups with a pool in the tier have most of it"
+        with self._index.lock:
+            ranges = sorted((group.needed_at(tier, one), one.first, one) for one in pool.ranges())
+        for _, _, one in [found for found in ranges if not pool.is_kept(found[2])][:_TRIES_MAX]:
+            with self._index.lock:
+                victims = group.take_range(tier, one)
+            self._leave(space, group, tier, victims)
+            if pool.give_back(one):
+                return True
+        return False
 
     def _evict(self, space: Space, group: SparseGroup, tier: Tier, count: int) -> bool:
         with self._index.lock:

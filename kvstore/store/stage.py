@@ -14,7 +14,7 @@ from kvstore.buffers import readable_rows
 from kvstore.errors import ClosedError, InvalidArgumentError
 from kvstore.store.match_rules import kept_points
 from kvstore.store.sparse_writes import SparseWrites
-from kvstore.types import CommitResult, Tier
+from kvstore.types import MARK_BYTES, CommitResult, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +98,14 @@ class StoreStage:
                 self._slots, reasons = reserved.slots, reserved.refused
             self._refused = missing - int(self._slots.size)
             self._written = np.zeros((self._space.layout.part_count, self._slots.size), dtype=np.bool_)
+            if not self._space.layout.layers:
+                self._write_marks()
             self._drop_refused(reasons)
+
+    def _write_marks(self) -> None:
+        """Without layers of full attention no engine writes dense parts."""
+        self._space.host.write(self._slots, np.zeros((self._slots.size, MARK_BYTES), dtype=np.uint8))
+        self._written[:] = True
 
     def _drop_refused(self, reasons: Counter[str]) -> None:
         with self._index.lock:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from weakref import WeakSet
 
 import numpy as np
 
 from kvstore.api import SCRUB_BYTES
-from kvstore.clock import SystemClock
-from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN, DISK_KIND
-from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError, StorageError
+from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.radix.tree import SLICE_BLOCKS
+from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
@@ -26,13 +24,11 @@ from kvstore.store.prefetch import Prefetcher, StorePrefetch, WriteThrough
 from kvstore.store.refusal import RefusedStage
 from kvstore.store.room import RoomMaker
 from kvstore.store.scrub import drop_bad
-from kvstore.store.settings import StoreSettings
 from kvstore.store.shares import SharedStages, StageShare
 from kvstore.store.stage import Points, StoreStage
+from kvstore.store.state_calls import StateCalls, StateWriteThrough
+from kvstore.store.state_prefetch import StatePrefetcher
 from kvstore.store.what_if import what_if
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.host import POISON, HostTier
-from kvstore.tiers.persistent import find_factory
 from kvstore.tokens import as_token_array
 from kvstore.types import (
     PLAIN_ROOT,
@@ -42,7 +38,9 @@ from kvstore.types import (
     Tier,
     TierStats,
     Verification,
+    require_blocks,
     require_seconds,
+    require_state,
     require_tiers,
     require_turn_ends,
     require_writer,
@@ -54,8 +52,12 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.events import EventPage
+    from kvstore.state_blobs import BlobLease, BlobStage
+    from kvstore.store.settings import StoreSettings
     from kvstore.store.space import Freed, Space
+    from kvstore.store.state_handles import StateRowsLease, StateRowsStage
     from kvstore.tiers.extent_stock import HostMemoryState
+    from kvstore.tiers.host import HostTier
     from kvstore.tiers.persistent import PersistentTier
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
@@ -82,8 +84,10 @@ class Store:
             threads=_MOVER_THREADS, jobs_max=settings.prefetches_max, on_failure=self._index.count_failed_move
         )
         self._prefetcher = Prefetcher(self._index, self._room, self._movers)
-        self._leases: set[StoreLease] = set()
-        self._stages: set[StoreStage] = set()
+        self._state_prefetcher = StatePrefetcher(self._index, self._room, self._movers)
+        self._states = StateCalls(self._index, self._room, self._pins)
+        self._leases: set[StoreLease | StateRowsLease] = set()
+        self._stages: set[StoreStage | StateRowsStage] = set()
         self._shared = SharedStages()
         self._open = True
         self._left_behind = False
@@ -105,6 +109,8 @@ class Store:
     ) -> PrefixMatch:
         """The longest stored prefix; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
+        if space.states is not None:
+            return self._states.match(namespace, root, prompt, touch=touch, request_id=request_id)
         found = space.find(root_key, prompt)
         with self._index.lock:
             dense = space.confirm(found)
@@ -125,7 +131,10 @@ class Store:
         if wait_seconds is not None:
             wait_seconds = require_seconds(wait_seconds, "wait_seconds")
         space, root_key, prompt = self._address(namespace, tokens, root)
-        prefetch = self._prefetcher.start(space, space.find(root_key, prompt))
+        if space.states is not None:
+            prefetch = self._state_prefetcher.start(space, root_key, prompt)
+        else:
+            prefetch = self._prefetcher.start(space, space.find(root_key, prompt))
         try:
             prefetch.wait(wait_seconds)
         except BaseException:
@@ -136,13 +145,13 @@ class Store:
     def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> StoreLease:
         """Protect a match; see kvstore.api.KvStore."""
         self._check_open()
+        require_blocks(match.namespace.layout)
         wanted = require_tiers(tiers)
         self._end_overdue()
         space = self._index.space(match.namespace)
         found = space.find(space.root_key(match.root), match.prompt)
         with self._index.lock:
-            if len(self._leases) >= self._settings.leases_max:
-                raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
+            self._check_leases()
             ids = space.confirm(found)[: match.blocks]
             if wanted is not None and ids.size:
                 ids = ids[: leading(space.lies_in(ids, wanted))]
@@ -165,6 +174,7 @@ class Store:
     ) -> StoreStage | StageShare | RefusedStage:
         """Begin to store; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
+        require_blocks(namespace.layout)
         if rank is not None:
             require_writer(namespace.layout, rank)
         points = Points(prompt.size, require_turn_ends(turn_ends, prompt.size))
@@ -191,6 +201,25 @@ class Store:
         begin()
         return stage
 
+    def lease_state(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> BlobLease:
+        """Protect the state behind a match; see kvstore.api.KvStore."""
+        self._check_open()
+        wanted = require_tiers(tiers)
+        self._end_overdue()
+        return self._states.lease(match, wanted, self._enter_lease, self._forget_lease)
+
+    def stage_state(
+        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+    ) -> BlobStage:
+        """Begin to store a state; see kvstore.api.KvStore."""
+        size_bytes = require_state_bytes(state_bytes)
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        require_state(namespace.layout)
+        require_path(prompt.size)
+        self._end_overdue()
+        handlers = (self._enter_state_stage, self._forget_state_stage)
+        return self._states.stage(space, root_key, prompt, size_bytes, handlers)
+
     def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
     ) -> Pin:
@@ -199,6 +228,8 @@ class Store:
             raise InvalidArgumentError(f"ttl_seconds is {ttl_seconds}, expected more than 0, or None for no limit")
         space, root_key, prompt = self._address(namespace, tokens, root)
         self._end_overdue()
+        if space.states is not None:
+            return self._states.pin(space, root_key, prompt, ttl_seconds)
         found = space.find(root_key, prompt)
         with self._index.lock:
             return self._pins.add(space, space.sparse.usable(space.confirm(found)), ttl_seconds)
@@ -215,6 +246,8 @@ class Store:
         if seconds is not None:
             seconds = require_seconds(seconds, "seconds")
         space, root_key, prompt = self._address(namespace, tokens, root)
+        if space.states is not None:
+            return self._states.hint(space, root_key, prompt, seconds)
         found = space.find(root_key, prompt)
         with self._index.lock:
             ids = space.confirm(found)
@@ -233,6 +266,8 @@ class Store:
             raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
         space, root_key, prompt = self._address(namespace, tokens, root)
         self._end_overdue()
+        if space.states is not None:
+            return self._states.evict(space, root_key, prompt, from_block)
         with space.removing:
             dropped = [*self._drop_unheld(space, root_key, prompt, from_block), *self._index.reap_all(space)]
         for freed in dropped:
@@ -260,7 +295,7 @@ class Store:
                     self._disk.clear(pool_id)
             with space.removing:
                 with self._index.lock:
-                    blocks = space.tree.block_count
+                    blocks = space.block_count
                     cleared = [space.clear()]
                     self._index.accounting.evicted_blocks["clear"] += blocks
                     pin_ids = self._pins.ids_of(space)
@@ -279,7 +314,7 @@ class Store:
         spaces = self._index.spaces()
         with self._index.lock:
             counted = self._index.accounting
-            blocks = {tier: sum(space.tree.tier_blocks(tier) for space in spaces) for tier in (Tier.HOST, Tier.DISK)}
+            blocks = {tier: sum(space.tier_blocks(tier) for space in spaces) for tier in (Tier.HOST, Tier.DISK)}
             tiers = {"host": TierStats(self._host.capacity_bytes, self._host.used_bytes, blocks[Tier.HOST])}
             if self._disk is not None:
                 tiers["disk"] = TierStats(self._disk.capacity_bytes, self._disk.used_bytes, blocks[Tier.DISK])
@@ -303,10 +338,11 @@ class Store:
                 leases=len(self._leases),
                 stages=len(self._stages),
                 pins=len(self._pins),
-                index_bytes=sum(space.tree.memory_bytes for space in spaces),
+                index_bytes=sum(space.index_bytes for space in spaces),
                 policy_bytes=sum(space.tree.policy_bytes for space in spaces),
                 sparse_blocks=sum(space.sparse.block_count for space in spaces),
                 shortened_tokens=counted.shortened_tokens,
+                states=sum(len(space.states) for space in spaces if space.states is not None),
                 what_if=what_if(spaces),
                 quarantined_slots=0 if self._disk is None else self._disk.quarantined_slots,
             )
@@ -325,8 +361,9 @@ class Store:
         for space in spaces:
             # A copy to disk holds single blocks, which is fine but looks like a lease of no prefix.
             with self._room.lock, self._index.lock:
-                blocks += space.tree.block_count
+                blocks += space.block_count
                 found = [*space.tree.check_integrity(), *space.sparse.problems(space.tree)]
+                found += [] if space.states is None else space.states.problems()
             problems += [f"namespace {space.ns_id.hex()}: {problem}" for problem in found]
         if problems:
             logger.error("the index is damaged, restart this process: problems=%d first=%s", len(problems), problems[0])
@@ -448,8 +485,7 @@ class Store:
             self._index.drain(space)
 
     def _enter_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
-        if len(self._stages) >= self._settings.stages_max:
-            raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
+        self._check_stages()
         if space.retired:
             raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
         tick = self._index.next_tick()
@@ -492,7 +528,29 @@ class Store:
             if resume is None or idle > idle_max:
                 return dropped
 
-    def _forget_lease(self, lease: StoreLease) -> None:
+    def _check_leases(self) -> None:
+        if len(self._leases) >= self._settings.leases_max:
+            raise NoSpaceError(f"{len(self._leases)} leases are open, the limit (leases_max); release some first")
+
+    def _check_stages(self) -> None:
+        if len(self._stages) >= self._settings.stages_max:
+            raise NoSpaceError(f"{len(self._stages)} stages are open, the limit (stages_max); commit some first")
+
+    def _enter_lease(self, lease: StateRowsLease) -> None:
+        self._check_leases()
+        self._leases.add(lease)
+
+    def _enter_state_stage(self, stage: StateRowsStage) -> None:
+        self._check_stages()
+        self._stages.add(stage)
+
+    def _forget_state_stage(self, stage: StateRowsStage) -> None:
+        with self._index.lock:
+            self._stages.discard(stage)
+        if stage.state.attached and self._settings.disk_admission == DiskAdmission.WRITE_THROUGH and self._open:
+            self._movers.offer(StateWriteThrough(self._room, stage))  # else it is written when it leaves host memory
+
+    def _forget_lease(self, lease: StoreLease | StateRowsLease) -> None:
         with self._index.lock:
             self._leases.discard(lease)
 
@@ -516,55 +574,3 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
-def open_store(
-    path: str | os.PathLike[str] | None = None,
-    *,
-    host_bytes: int,
-    disk_bytes: int | None = None,
-    further_paths: Sequence[str | os.PathLike[str]] = (),
-    free_floor_bytes: int | None = None,
-    disk_kind: str = DISK_KIND,
-    settings: StoreSettings | None = None,
-    clock: Clock | None = None,
-) -> Store:
-    """Open a store in this process; `kvstore.open`.
-
-    `path` is the data directory, made if it is missing and locked while open. `disk_bytes` is 10 GiB where there is
-    a path and 0 where there is none; with 0 there is no disk tier. Blocks are spread over `further_paths` too, within
-    the same bytes; `free_floor_bytes` stay free on each file system (by default 1 GiB or 2 %, at most a tenth);
-    `disk_kind` names a tier that another package offers. Raises ConfigError for sizes that cannot be, StorageError
-    where the directory or the memory is not to be had.
-    """
-    if disk_bytes is None:
-        disk_bytes = DEFAULT_DISK_BYTES if path is not None else 0
-    for name, value, least in (("host_bytes", host_bytes, 1), ("disk_bytes", disk_bytes, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} is {value!r}, expected a whole number of bytes, at least {least}")
-    if disk_bytes and path is None:
-        raise ConfigError(f"disk_bytes is {disk_bytes} but there is no path for it; name a data directory")
-    if further_paths and not disk_bytes:
-        raise ConfigError(
-            f"further_paths names {len(further_paths)} folders but there is no disk tier; give a path too"
-        )
-    if 0 < disk_bytes < DISK_BYTES_MIN:
-        raise ConfigError(f"disk_bytes is {disk_bytes}, expected at least {DISK_BYTES_MIN}, or 0 for no disk tier")
-    clock = SystemClock() if clock is None else clock
-    settings = StoreSettings() if settings is None else settings
-    settings.check_capacities(host_bytes, disk_bytes)
-    host = HostTier(host_bytes, freed_fill=POISON if settings.poison_freed else None, memory=settings.host_memory)
-    disk = None
-    if disk_bytes and path is not None:
-        try:
-            open_disk = DiskTier.open if disk_kind == DISK_KIND else find_factory(disk_kind)
-            disk = open_disk(
-                Path(path),
-                capacity_bytes=disk_bytes,
-                further_paths=[Path(further) for further in further_paths],
-                free_floor_bytes=free_floor_bytes,
-            )
-        except BaseException:
-            host.close()
-            raise
-    return Store(host, disk, settings, clock)

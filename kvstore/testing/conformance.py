@@ -19,6 +19,7 @@ from kvstore.testing.conformance_cases import BASE, BLOCKS, LAYOUT, MIB, PROMPT,
 from kvstore.testing.conformance_limits import LimitConformance
 from kvstore.testing.conformance_prefixes import PrefixConformance
 from kvstore.testing.conformance_sparse import SparseConformance
+from kvstore.testing.conformance_states import StateConformance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["BASE", "BLOCKS", "LAYOUT", "MIB", "PROMPT", "SECRETS", "KvStoreConformance", "OpenStore"]
 
 
-class KvStoreConformance(PrefixConformance, LimitConformance, SparseConformance):
+class KvStoreConformance(PrefixConformance, LimitConformance, SparseConformance, StateConformance):
     """Inherit and provide the fixture `open_store`; see the module."""
 
     @pytest.fixture

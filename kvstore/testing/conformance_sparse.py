@@ -33,6 +33,7 @@ HYBRIDS: dict[str, tuple[LayerGroup, ...]] = {
     "recurrent": (STATE,),
     "both": (WINDOW, STATE),
 }
+PURE_STATES = dataclasses.replace(BASE, layout=dataclasses.replace(LAYOUT, layers=0, groups=(STATE,)))
 HYBRID_LAYOUT = dataclasses.replace(LAYOUT, groups=(WINDOW, STATE))
 HYBRID = dataclasses.replace(BASE, layout=HYBRID_LAYOUT)
 WINDOW_PART, STATE_PART = 1, 2
@@ -45,13 +46,26 @@ class SparseConformance:
 
     @pytest.mark.parametrize("groups", HYBRIDS)
     @pytest.mark.parametrize("tensor_parallel", [1, 2])
-    def test_a_hybrid_prompt_is_found_at_its_end(self, store: KvStore, groups: str, tensor_parallel: int) -> None:
-        layout = dataclasses.replace(LAYOUT, groups=HYBRIDS[groups], tensor_parallel=tensor_parallel)
+    @pytest.mark.parametrize("layers", [LAYOUT.layers, 0], ids=["beside full attention", "alone"])
+    def test_a_prompt_with_groups_is_found_at_its_end(
+        self, store: KvStore, groups: str, tensor_parallel: int, layers: int
+    ) -> None:
+        layout = dataclasses.replace(LAYOUT, layers=layers, groups=HYBRIDS[groups], tensor_parallel=tensor_parallel)
         namespace = dataclasses.replace(BASE, layout=layout)
         store_prompt(store, namespace, PROMPT)
         assert store.match(namespace, [*PROMPT, 1, 2, 3]).blocks == BLOCKS
         assert verified_blocks(store, namespace, PROMPT) == BLOCKS
         assert verified_blocks(store, BASE, PROMPT) == 0
+
+    def test_without_full_attention_only_the_groups_are_written(self, store: KvStore) -> None:
+        with store.stage(PURE_STATES, PROMPT, turn_ends=[17]) as stage:
+            assert (stage.from_block, stage.blocks) == (0, BLOCKS)
+            write_sparse(stage, 1, expected_part_rows(PURE_STATES, PROMPT, 1))
+        assert store.match(PURE_STATES, [*PROMPT, 1]).blocks == BLOCKS
+        assert store.match(PURE_STATES, [*PROMPT[:18], 1, 2]).blocks == 4
+        with store.stage(PURE_STATES, [*PROMPT, *range(8)]) as stage:
+            assert (stage.from_block, stage.wanted(1)) == (BLOCKS, (range(BLOCKS, BLOCKS + 2),))
+        assert store.match(PURE_STATES, [*PROMPT, *range(8)]).blocks == BLOCKS
 
     def test_a_match_ends_at_a_point_that_was_kept(self, store: KvStore) -> None:
         store_prompt(store, HYBRID, PROMPT, turn_ends=[17])
@@ -251,6 +265,35 @@ class SparseConformance:
         with pytest.raises(InvalidArgumentError, match="rank is"):
             store.stage(RANKED, PROMPT, rank=rank)
         assert store.stats().stages == 0
+
+    def test_replicated_heads_have_one_writer_each_and_the_others_nothing_to_write(self, store: KvStore) -> None:
+        replicated = dataclasses.replace(BASE, layout=dataclasses.replace(LAYOUT, kv_heads=2, tensor_parallel=4))
+        assert replicated.layout.writers == (0, 2)
+        stages = [store.stage(replicated, PROMPT, rank=rank) for rank in (2, 0)]
+        with pytest.raises(InvalidArgumentError, match="rank is 1, expected one that writes: 0, 2"):
+            store.stage(replicated, PROMPT, rank=1)
+        for stage, part in zip(stages, (1, 0), strict=True):
+            stage.write_from(expected_part_rows(replicated, PROMPT, part), part=part)
+        assert [stage.commit().blocks for stage in stages] == [0, BLOCKS]
+        assert verified_blocks(store, replicated, PROMPT) == BLOCKS
+
+    def test_each_part_set_commits_and_matches_by_itself(self, store: KvStore) -> None:
+        """Two nodes with two ranks each; who asks both takes the shorter answer."""
+        whole = dataclasses.replace(LAYOUT, tensor_parallel=2, pipeline_parallel=2, groups=(STATE,))
+        nodes = [
+            dataclasses.replace(BASE, layout=dataclasses.replace(whole, ranks=ranks)) for ranks in ((0, 1), (2, 3))
+        ]
+        for node, blocks in zip(nodes, (BLOCKS, 4), strict=True):
+            prompt = PROMPT[: 4 * blocks]
+            for rank in node.layout.writers:
+                with store.stage(node, prompt, rank=rank) as stage:
+                    for part, found in enumerate(node.layout.parts):
+                        if found.writer == rank:
+                            write_sparse(stage, part, expected_part_rows(node, prompt, part))
+        assert [store.match(node, PROMPT).blocks for node in nodes] == [BLOCKS, 4]
+        assert [verified_blocks(store, node, PROMPT) for node in nodes] == [BLOCKS, 4]
+        assert store.match(dataclasses.replace(BASE, layout=whole), PROMPT).blocks == 0
+        assert sum(len(node.layout.parts) for node in nodes) == len(whole.parts)
 
     def test_a_single_writer_needs_no_others(self, store: KvStore) -> None:
         layout = dataclasses.replace(LAYOUT, kv_heads=1, head_dim=16, kv_form="latent", tensor_parallel=4)

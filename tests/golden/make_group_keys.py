@@ -7,7 +7,7 @@ import json
 import sys
 
 from kvstore import hashing
-from kvstore.layer_groups import Recurrent, SlidingWindow
+from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
 from kvstore.types import KvLayout, Namespace
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=4, tensor_parallel=2)
@@ -20,6 +20,10 @@ LAYOUTS = {
     "both": dataclasses.replace(LAYOUT, groups=(WINDOW, STATE)),
     "both, in the other order": dataclasses.replace(LAYOUT, groups=(STATE, WINDOW)),
     "first rank": dataclasses.replace(LAYOUT, ranks=(0,)),
+    "no full attention": dataclasses.replace(LAYOUT, layers=0, groups=(WINDOW, STATE)),
+    "sequence state": dataclasses.replace(
+        LAYOUT, block_tokens=1, tensor_parallel=1, state=SequenceState(cut="end", form="test", piece_bytes=8192)
+    ),
     "second rank, both": dataclasses.replace(LAYOUT, groups=(WINDOW, STATE), ranks=(1,)),
 }
 

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.api import KvStore, Lease, Stage
+from kvstore.api import KvStore, Lease, Stage, StateLease, StateStage
 from kvstore.errors import ClosedError, InvalidArgumentError, UnavailableError
 from kvstore.testing.blocks import expected_rows, store_prompt
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
 from kvstore.testing.serving import ServedStore
+from kvstore.testing.states import STATE_BYTES, STATE_LAYOUT, blob_of
 from kvstore.transport.aio import AsyncClient
 from kvstore.transport.aio_handles import AsyncLease, AsyncStage
+from kvstore.transport.aio_states import AsyncStateLease, AsyncStateStage
 from kvstore.transport.breaker import BreakerState
 from kvstore.transport.link import flat_deadlines
 from kvstore.types import Namespace
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAMESPACE = Namespace(model="model", revision="revision", layout=LAYOUT)
+STATES = Namespace(model="model", revision="revision", layout=STATE_LAYOUT)
 STAGED = [7, *PROMPT]
 ANSWER_SECONDS = 20.0
 DEADLINE_SECONDS = 0.1
@@ -40,6 +43,7 @@ SLACK_SECONDS = 0.4  # for a machine whose cores are busy with something else
 SERVER_PROGRAM = """
 import sys, kvstore
 from kvstore.testing.serving import ServedStore
+from kvstore.testing.states import STATE_BYTES, STATE_LAYOUT, blob_of
 with kvstore.open(None, host_bytes=1 << 23) as store, ServedStore(store, [sys.argv[1]]) as served:
     print(served.addresses[0], flush=True)
     sys.stdin.read()
@@ -199,14 +203,22 @@ class Held:
     match: kvstore.PrefixMatch
     lease: AsyncLease
     stage: AsyncStage
+    state_match: kvstore.PrefixMatch
+    state_lease: AsyncStateLease
+    state_stage: AsyncStateStage
 
     async def prepare(self, address: str) -> None:
         self.client = kvstore.connect_async(address)
         await store_and_check(self.client)
         self.match = await self.client.match(NAMESPACE, PROMPT)
         self.lease, self.stage = await self.client.lease(self.match), await self.client.stage(NAMESPACE, STAGED)
+        async with await self.client.stage_state(STATES, PROMPT, state_bytes=STATE_BYTES) as storing:
+            await storing.write_from(blob_of(STATES, PROMPT, STATE_BYTES))
+        self.state_match = await self.client.match(STATES, PROMPT)
+        self.state_lease = await self.client.lease_state(self.state_match)
+        self.state_stage = await self.client.stage_state(STATES, STAGED, state_bytes=STATE_BYTES)
         self.client._deadlines = flat_deadlines(DEADLINE_SECONDS)
-        for handle in (self.lease, self.stage):
+        for handle in (self.lease, self.stage, self.state_lease._rows, self.state_stage._rows):
             handle._held._deadlines = self.client._deadlines
 
 
@@ -217,6 +229,8 @@ CALLS: dict[str, Callable[[Held], Awaitable[object]]] = {
     "KvStore.prefetch": lambda held: held.client.prefetch(NAMESPACE, PROMPT),
     "KvStore.lease": lambda held: held.client.lease(held.match),
     "KvStore.stage": lambda held: held.client.stage(NAMESPACE, [8, *PROMPT]),
+    "KvStore.lease_state": lambda held: held.client.lease_state(held.state_match),
+    "KvStore.stage_state": lambda held: held.client.stage_state(STATES, [8, *PROMPT], state_bytes=1),
     "KvStore.pin": lambda held: held.client.pin(NAMESPACE, PROMPT),
     "KvStore.unpin": lambda held: held.client.unpin(1),
     "KvStore.hint_next_use": lambda held: held.client.hint_next_use(NAMESPACE, PROMPT, seconds=1),
@@ -236,8 +250,13 @@ CALLS: dict[str, Callable[[Held], Awaitable[object]]] = {
     "Stage.write_from": lambda held: held.stage.write_from(expected_rows(NAMESPACE, STAGED)),
     "Stage.commit": lambda held: held.stage.commit(),
     "Stage.abort": lambda held: held.stage.abort(),
+    "StateLease.load_into": lambda held: held.state_lease.load_into(bytearray(STATE_BYTES)),
+    "StateLease.release": lambda held: held.state_lease.release(),
+    "StateStage.write_from": lambda held: held.state_stage.write_from(bytes(STATE_BYTES)),
+    "StateStage.commit": lambda held: held.state_stage.commit(),
+    "StateStage.abort": lambda held: held.state_stage.abort(),
 }
-QUIET = {"KvStore.close", "Lease.release", "Stage.abort"}
+QUIET = {"KvStore.close", "Lease.release", "Stage.abort", "StateLease.release", "StateStage.abort"}
 NOT_AWAITED = {"Stage.wanted"}
 
 
@@ -246,17 +265,23 @@ def public(kind: type, name: str) -> set[str]:
 
 
 def test_the_awaitable_methods_are_those_of_the_api_and_each_is_among_the_calls_that_must_not_hang():
-    api = public(KvStore, "KvStore") | public(Lease, "Lease") | public(Stage, "Stage")
-    own = public(AsyncClient, "KvStore") | public(AsyncLease, "Lease") | public(AsyncStage, "Stage")
+    theirs = {"KvStore": KvStore, "Lease": Lease, "Stage": Stage, "StateLease": StateLease, "StateStage": StateStage}
+    mine = {
+        "KvStore": AsyncClient,
+        "Lease": AsyncLease,
+        "Stage": AsyncStage,
+        "StateLease": AsyncStateLease,
+        "StateStage": AsyncStateStage,
+    }
+    api = set().union(*(public(kind, name) for name, kind in theirs.items()))
+    own = set().union(*(public(kind, name) for name, kind in mine.items()))
     assert own - {"Lease.open", "Stage.open"} - NOT_AWAITED == set(CALLS)
     assert set(CALLS) - {"KvStore.status", "KvStore.within"} == api - NOT_AWAITED
     for name in api - {"KvStore.close"}:
         kind, method = name.split(".")
-        mine = {"KvStore": AsyncClient, "Lease": AsyncLease, "Stage": AsyncStage}[kind]
-        theirs = {"KvStore": KvStore, "Lease": Lease, "Stage": Stage}[kind]
-        assert inspect.iscoroutinefunction(getattr(mine, method)) is (name not in NOT_AWAITED), name
-        asked = list(inspect.signature(getattr(theirs, method)).parameters)
-        assert asked == list(inspect.signature(getattr(mine, method)).parameters), name
+        assert inspect.iscoroutinefunction(getattr(mine[kind], method)) is (name not in NOT_AWAITED), name
+        asked = list(inspect.signature(getattr(theirs[kind], method)).parameters)
+        assert asked == list(inspect.signature(getattr(mine[kind], method)).parameters), name
 
 
 @pytest.mark.kill

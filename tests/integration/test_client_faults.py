@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.api import KvStore, Lease, Stage
+from kvstore.api import KvStore, Lease, Stage, StateLease, StateStage
 from kvstore.errors import UnavailableError
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
 from kvstore.testing.serving import ServedStore, grpc_address
+from kvstore.testing.states import STATE_BYTES, STATE_LAYOUT, store_state
 from kvstore.transport.breaker import BreakerState
 from kvstore.transport.client import Client
 from kvstore.transport.link import flat_deadlines
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvstore.state_blobs import BlobLease, BlobStage
+
 NAMESPACE = Namespace(model="model", revision="revision", layout=LAYOUT)
+STATES = Namespace(model="model", revision="revision", layout=STATE_LAYOUT)
 FIRST_TOKENS = itertools.count(1000)
 ANSWER_SECONDS = 20.0
 DEADLINE_SECONDS = 0.1
@@ -59,6 +63,9 @@ class Held:
     lease: RemoteLease
     stage: RemoteStage
     staged: list[int]
+    state_match: kvstore.PrefixMatch
+    state_lease: BlobLease
+    state_stage: BlobStage
 
 
 CALLS: dict[str, Callable[[Held], object]] = {
@@ -69,6 +76,8 @@ CALLS: dict[str, Callable[[Held], object]] = {
     "KvStore.prefetch": lambda held: held.client.prefetch(NAMESPACE, PROMPT),
     "KvStore.lease": lambda held: held.client.lease(held.match),
     "KvStore.stage": lambda held: held.client.stage(NAMESPACE, [8, *PROMPT]),
+    "KvStore.lease_state": lambda held: held.client.lease_state(held.state_match),
+    "KvStore.stage_state": lambda held: held.client.stage_state(STATES, [8, *PROMPT], state_bytes=1),
     "KvStore.pin": lambda held: held.client.pin(NAMESPACE, PROMPT),
     "KvStore.unpin": lambda held: held.client.unpin(1),
     "KvStore.hint_next_use": lambda held: held.client.hint_next_use(NAMESPACE, PROMPT, seconds=1),
@@ -92,9 +101,20 @@ CALLS: dict[str, Callable[[Held], object]] = {
     "Stage.commit": lambda held: held.stage.commit(),
     "Stage.abort": lambda held: held.stage.abort(),
     "Stage.__exit__": lambda held: held.stage.__exit__(None, None, None),
+    "StateLease.load_into": lambda held: held.state_lease.load_into(bytearray(STATE_BYTES)),
+    "StateLease.release": lambda held: held.state_lease.release(),
+    "StateLease.__exit__": lambda held: held.state_lease.__exit__(None, None, None),
+    "StateStage.write_from": lambda held: held.state_stage.write_from(bytes(STATE_BYTES)),
+    "StateStage.commit": lambda held: held.state_stage.commit(),
+    "StateStage.abort": lambda held: held.state_stage.abort(),
+    "StateStage.__exit__": lambda held: held.state_stage.__exit__(None, None, None),
 }
 # Those that end something raise nothing, since it has ended either way, and what is wanted was told with the stage.
-QUIET = {"KvStore.close", "KvStore.__exit__", "Lease.release", "Lease.__exit__", "Stage.wanted", "Stage.abort"}
+QUIET = {"KvStore.close", "KvStore.__exit__", "Lease.release", "Lease.__exit__", "Stage.wanted", "Stage.abort"} | {
+    "StateLease.release",
+    "StateLease.__exit__",
+    "StateStage.abort",
+}
 
 
 def methods_of(kind: type, name: str) -> set[str]:
@@ -104,6 +124,7 @@ def methods_of(kind: type, name: str) -> set[str]:
 
 def test_every_method_of_a_client_is_among_the_calls_that_must_not_hang():
     api = methods_of(KvStore, "KvStore") | methods_of(Lease, "Lease") | methods_of(Stage, "Stage")
+    api |= methods_of(StateLease, "StateLease") | methods_of(StateStage, "StateStage")
     assert api <= set(CALLS)
     own = {name.removeprefix("Client.") for name in methods_of(Client, "Client")}
     assert own == {name.split(".")[1] for name in CALLS if name.split(".")[0] in ("KvStore", "Client")}
@@ -217,10 +238,17 @@ def prepare(address: str) -> Held:
     staged = [next(FIRST_TOKENS), *PROMPT]  # its own, since only one stores a prompt at a time
     lease, stage = client.lease(match), client.stage(NAMESPACE, staged)
     lease.load_into(bytearray(LAYOUT.block_bytes))
+    store_state(client, STATES, PROMPT)
+    state_match = client.match(STATES, PROMPT)
+    state_lease, state_stage = (
+        client.lease_state(state_match),
+        client.stage_state(STATES, staged, state_bytes=STATE_BYTES),
+    )
     client._deadlines = flat_deadlines(DEADLINE_SECONDS)
-    for held in (lease, stage):
+    for held in (lease, stage, state_lease.rows, state_stage.rows):
+        assert isinstance(held, RemoteLease | RemoteStage)
         held._held._deadlines = client._deadlines
-    return Held(client, match, lease, stage, staged)
+    return Held(client, match, lease, stage, staged, state_match, state_lease, state_stage)
 
 
 def outcome_of(name: str, held: Held) -> tuple[str, float]:
@@ -302,6 +330,7 @@ def test_a_server_killed_at_every_call_absent_and_restarted_leaves_clients_that_
         absent = {name: outcome for name, (outcome, _) in run_all(lasting, lambda: None).items()}
         # What was to be stored is lost, and the stage knows.
         over = {"Stage.write_from": "closed", "Stage.commit": "closed", "Stage.__exit__": "quiet"}
+        over |= {f"State{name}": outcome for name, outcome in over.items()}
         assert {name: over.get(name, expected_outcome(name)) for name in lasting} == absent
         again = Process(address)
         stack.callback(again.close)

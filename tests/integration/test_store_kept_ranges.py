@@ -77,6 +77,6 @@ def test_no_block_leaves_a_slab_with_a_slot_in_quarantine_for_a_namespace_that_c
         before = store.stats().tiers["disk"].blocks
         store_prompt(store, OTHERS, prompt_of(0))
         with store._room.lock:
-            assert 0 == store._room._reserve_disk(store._index.space(OTHERS), 1).size
+            assert 0 == store._room.disk_slots(store._index.space(OTHERS), 1).size
         assert before == store.stats().tiers["disk"].blocks
         assert PROMPT_BLOCKS == verified_blocks(store, OTHERS, prompt_of(0))

@@ -6,6 +6,7 @@ sparse parts leave at any time; then what is found must be right, and no deeper 
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from pathlib import Path
@@ -33,7 +34,7 @@ GROUPS = (
 )
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=256, dtype="int8", block_tokens=BLOCK_TOKENS, groups=GROUPS)
 NAMESPACE = Namespace(model="m", revision="r", layout=LAYOUT)
-PARTS = sparse_parts(NAMESPACE)
+PURE = Namespace(model="m", revision="r", layout=dataclasses.replace(LAYOUT, layers=0))
 ROOTS = (Root(), Root(salt="x"))
 roots = st.sampled_from(ROOTS)
 prompts = st.lists(st.integers(0, 1), max_size=13)
@@ -43,22 +44,23 @@ ends = st.lists(st.integers(0, 13), max_size=3)
 class SparseMachine(RuleBasedStateMachine):
     host_bytes = 16 * MIB
     disk_bytes = 64 * MIB
+    namespace = NAMESPACE
     stretch = 1  # how often a prompt is repeated to make it longer
 
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp(prefix="kvstore-model-"))
-        self.model = ModelSparseStore(LAYOUT)
+        self.model = ModelSparseStore(self.namespace.layout)
         self.open()
 
     def open(self) -> None:
         self.store = open_store(self.path, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
-        self.store.match(NAMESPACE, [])  # what the disk holds of a namespace is taken at its first use
+        self.store.match(self.namespace, [])  # what the disk holds of a namespace is taken at its first use
         self.leases: list[tuple[kvstore.Lease, Root, list[int]]] = []
 
     def teardown(self) -> None:
         self.release_all()
-        self.store.clear(NAMESPACE)
+        self.store.clear(self.namespace)
         stats = self.store.stats()
         assert (0, 0, 0) == (stats.tiers["host"].used_bytes, stats.tiers["disk"].blocks, stats.sparse_blocks)
         assert [0, 0] == [group.disk.used_slots for group in self.groups()]
@@ -70,7 +72,7 @@ class SparseMachine(RuleBasedStateMachine):
             self.leases.pop()[0].release()
 
     def groups(self) -> tuple:
-        return self.store._index.space(NAMESPACE).sparse.groups
+        return self.store._index.space(self.namespace).sparse.groups
 
     def prompt(self, tokens: list[int]) -> list[int]:
         return [token + 10 * turn for turn in range(self.stretch) for token in tokens]
@@ -87,22 +89,26 @@ class SparseMachine(RuleBasedStateMachine):
         """Store a prompt: all that is wanted, or without `data` some of it."""
         turn_ends = [end for end in turn_ends if end <= len(prompt)]
         blocks = len(prompt) // BLOCK_TOKENS
-        stage = self.store.stage(NAMESPACE, prompt, root=root, turn_ends=turn_ends)
-        dense = blocks if data is None else data.draw(st.integers(0, blocks))
-        stage.write_from(expected_rows(NAMESPACE, prompt, root)[:dense])
+        stage = self.store.stage(self.namespace, prompt, root=root, turn_ends=turn_ends)
+        dense = self.dense_blocks(blocks, data)
+        stage.write_from(expected_rows(self.namespace, prompt, root)[:dense])
         dense = max(stage.from_block, min(dense, stage.from_block + stage.blocks))
         written = []
-        for group, part in enumerate(PARTS):
+        for group, part in enumerate(sparse_parts(self.namespace)):
             wanted = [block for run in stage.wanted(part) for block in run]
             self.check_wanted(wanted, self.model.wanted(group, root, prompt, turn_ends))
             chosen = wanted if data is None else [block for block in wanted if data.draw(st.booleans())]
-            rows = expected_part_rows(NAMESPACE, prompt, part, root)
+            rows = expected_part_rows(self.namespace, prompt, part, root)
             written.append(
                 [block for block in chosen if stage.write_from(rows[block : block + 1], from_block=block, part=part)]
             )
         stage.commit()
         self.model.store(root, prompt, dense, written)
         self.check_match(root, prompt)
+
+    def dense_blocks(self, blocks: int, data: st.DataObject | None) -> int:
+        """How many blocks get their dense parts."""
+        return blocks if data is None else data.draw(st.integers(0, blocks))
 
     def check_wanted(self, wanted: list[int], expected: list[int]) -> None:
         assert expected == wanted
@@ -115,25 +121,25 @@ class SparseMachine(RuleBasedStateMachine):
         self.check_match(root, self.prompt(tokens))
 
     def check_match(self, root: Root, prompt: list[int]) -> None:
-        self.check_found(verified_blocks(self.store, NAMESPACE, prompt, root=root), self.model.match(root, prompt))
+        self.check_found(verified_blocks(self.store, self.namespace, prompt, root=root), self.model.match(root, prompt))
 
     @rule(root=roots, tokens=prompts)
     def lease(self, root: Root, tokens: list[int]) -> None:
         prompt = self.prompt(tokens)
-        self.leases.append((self.store.lease(self.store.match(NAMESPACE, prompt, root=root)), root, prompt))
+        self.leases.append((self.store.lease(self.store.match(self.namespace, prompt, root=root)), root, prompt))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def read_leased(self, data: st.DataObject) -> None:
         lease, root, prompt = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        rows = bytearray(lease.blocks * LAYOUT.block_bytes)
+        rows = bytearray(lease.blocks * self.namespace.layout.block_bytes)
         assert lease.blocks == lease.load_into(rows).blocks
-        assert expected_rows(NAMESPACE, prompt, root)[: lease.blocks].tobytes() == rows
-        for part in PARTS:
-            needed = LAYOUT.needed_blocks(part, lease.blocks)
-            rows = bytearray(len(needed) * LAYOUT.part_bytes(part))
+        assert expected_rows(self.namespace, prompt, root)[: lease.blocks].tobytes() == rows
+        for part in sparse_parts(self.namespace):
+            needed = self.namespace.layout.needed_blocks(part, lease.blocks)
+            rows = bytearray(len(needed) * self.namespace.layout.part_bytes(part))
             assert len(needed) == lease.load_into(rows, from_block=needed.start, part=part).blocks
-            right = expected_part_rows(NAMESPACE, prompt, part, root)
+            right = expected_part_rows(self.namespace, prompt, part, root)
             assert right[needed.start : needed.stop].tobytes() == rows
         lease.release()
 
@@ -143,7 +149,7 @@ class SparseMachine(RuleBasedStateMachine):
         """What a failed disk does; every other answer stays what it was."""
         number = data.draw(st.sampled_from([index for index, held in enumerate(self.model.sparse) if held]))
         root, prefix = data.draw(st.sampled_from(sorted(self.model.sparse[number], key=repr)))
-        space = self.store._index.space(NAMESPACE)
+        space = self.store._index.space(self.namespace)
         ids = space.tree.match(space.root_key(root), np.array(prefix, dtype=np.uint32))
         group = space.sparse.groups[number]
         if len(ids) == len(prefix) // BLOCK_TOKENS:
@@ -156,7 +162,7 @@ class SparseMachine(RuleBasedStateMachine):
     @rule(root=roots, tokens=prompts, from_block=st.integers(0, 4))
     def evict(self, root: Root, tokens: list[int], from_block: int) -> None:
         prompt = self.prompt(tokens)
-        self.store.evict(NAMESPACE, prompt, root=root, from_block=from_block)
+        self.store.evict(self.namespace, prompt, root=root, from_block=from_block)
         if self.model.present(root, prompt) > from_block:
             head = tuple(prompt[: (from_block + 1) * BLOCK_TOKENS])
             below = {block for block in self.model.dense if block[0] == root and block[1][: len(head)] == head}
@@ -170,8 +176,8 @@ class SparseMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.leases)
     @rule()
     def clear(self) -> None:
-        self.store.clear(NAMESPACE)
-        self.model = ModelSparseStore(LAYOUT)
+        self.store.clear(self.namespace)
+        self.model = ModelSparseStore(self.namespace.layout)
 
     @rule()
     def flush(self) -> None:
@@ -216,8 +222,25 @@ class TightSparseMachine(SparseMachine):
         assert found <= expected
 
 
+class PureSparseMachine(SparseMachine):
+    """No layer of full attention: blocks are there as soon as they are staged and committed."""
+
+    namespace = PURE
+
+    def dense_blocks(self, blocks: int, data: st.DataObject | None) -> int:
+        return blocks
+
+
+class TightPureSparseMachine(PureSparseMachine, TightSparseMachine):
+    host_bytes = 256 * 1024
+
+
 COMMON = settings(max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 TestSparse = SparseMachine.TestCase
 TestSparse.settings = COMMON
 TestTightSparse = TightSparseMachine.TestCase
 TestTightSparse.settings = settings(COMMON, max_examples=8)
+TestPureSparse = PureSparseMachine.TestCase
+TestPureSparse.settings = settings(COMMON, max_examples=4)
+TestTightPureSparse = TightPureSparseMachine.TestCase
+TestTightPureSparse.settings = settings(COMMON, max_examples=4)

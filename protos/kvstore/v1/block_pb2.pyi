@@ -31,7 +31,7 @@ EVENT_KIND_REMOVED: EventKind
 EVENT_KIND_CLEARED: EventKind
 
 class KvLayout(_message.Message):
-    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "kv_form", "axis_order", "rope", "quantisation", "tensor_parallel", "pipeline_parallel", "engine", "engine_layout", "groups", "ranks")
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "kv_form", "axis_order", "rope", "quantisation", "tensor_parallel", "pipeline_parallel", "engine", "engine_layout", "groups", "ranks", "state")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class KvLayout(_message.Message):
     ENGINE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     layers: int
     kv_heads: int
     head_dim: int
@@ -62,7 +63,18 @@ class KvLayout(_message.Message):
     engine_layout: int
     groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., kv_form: _Optional[str] = ..., axis_order: _Optional[str] = ..., rope: _Optional[str] = ..., quantisation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., engine: _Optional[str] = ..., engine_layout: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    state: SequenceState
+    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., kv_form: _Optional[str] = ..., axis_order: _Optional[str] = ..., rope: _Optional[str] = ..., quantisation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., engine: _Optional[str] = ..., engine_layout: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[int]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ...) -> None: ...
+
+class SequenceState(_message.Message):
+    __slots__ = ("cut", "form", "piece_bytes")
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    cut: str
+    form: str
+    piece_bytes: int
+    def __init__(self, cut: _Optional[str] = ..., form: _Optional[str] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
     __slots__ = ("sliding_window", "recurrent")
@@ -195,7 +207,7 @@ class WhatIf(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., scale: _Optional[float] = ..., capacity_bytes: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
 
 class StoreStats(_message.Message):
-    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots", "prefetches", "prefetched_blocks", "written_bytes", "moves")
+    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots", "prefetches", "prefetched_blocks", "written_bytes", "moves", "states")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +282,7 @@ class StoreStats(_message.Message):
     PREFETCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.MessageMap[str, TierStats]
     namespaces: int
     lookups: int
@@ -295,4 +308,5 @@ class StoreStats(_message.Message):
     prefetched_blocks: int
     written_bytes: int
     moves: int
-    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., prefetches: _Optional[_Mapping[str, int]] = ..., prefetched_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
+    states: int
+    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., prefetches: _Optional[_Mapping[str, int]] = ..., prefetched_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., moves: _Optional[int] = ..., states: _Optional[int] = ...) -> None: ...

@@ -152,10 +152,22 @@ class LeaseRequest(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., blocks: _Optional[int] = ..., lease_id: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_block_pb2.Tier, str]]] = ...) -> None: ...
 
 class LeaseResponse(_message.Message):
-    __slots__ = ("blocks",)
+    __slots__ = ("blocks", "state")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     blocks: int
-    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+    state: LeasedState
+    def __init__(self, blocks: _Optional[int] = ..., state: _Optional[_Union[LeasedState, _Mapping]] = ...) -> None: ...
+
+class LeasedState(_message.Message):
+    __slots__ = ("tokens", "state_tokens", "state_bytes")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    state_tokens: int
+    state_bytes: int
+    def __init__(self, tokens: _Optional[int] = ..., state_tokens: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("session_id", "lease_id", "from_block", "blocks", "part", "memory")
@@ -216,20 +228,22 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "from_block", "stage_id", "turn_ends", "rank")
+    __slots__ = ("session_id", "prompt", "from_block", "stage_id", "turn_ends", "rank", "state_bytes")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_ENDS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     prompt: _block_pb2.Prompt
     from_block: int
     stage_id: int
     turn_ends: _containers.RepeatedScalarFieldContainer[int]
     rank: int
-    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ..., turn_ends: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ...) -> None: ...
+    state_bytes: int
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ..., turn_ends: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ("from_block", "blocks", "sparse")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvstore import hashing
 from kvstore._siphash import siphash128
-from kvstore.layer_groups import LayerGroup, Recurrent, SlidingWindow
+from kvstore.layer_groups import LayerGroup, Recurrent, SequenceState, SlidingWindow
 from kvstore.types import KvLayout, Namespace, Root
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -76,6 +76,12 @@ def _variants() -> dict[str, Namespace]:
         variants[f"{type(group).__name__} {change}"] = dataclasses.replace(NAMESPACE, layout=other)
     for order in ((WINDOW, STATE), (STATE, WINDOW), (WINDOW, WINDOW)):
         variants[f"groups {order}"] = dataclasses.replace(NAMESPACE, layout=dataclasses.replace(LAYOUT, groups=order))
+    whole = dataclasses.replace(LAYOUT, block_tokens=1)
+    variants["block_tokens 1"] = dataclasses.replace(NAMESPACE, layout=whole)
+    states = {"": {}, " cut": {"cut": "end"}, " form": {"form": "x"}, " piece_bytes": {"piece_bytes": 4096}}
+    for name, change in states.items():
+        layout = dataclasses.replace(whole, state=SequenceState(**change))
+        variants[f"state{name}"] = dataclasses.replace(NAMESPACE, layout=layout)
     ranks = dataclasses.replace(LAYOUT, tensor_parallel=2, ranks=(1,))
     variants["ranks"] = dataclasses.replace(NAMESPACE, layout=ranks)
     latent = dataclasses.replace(LAYOUT, kv_heads=1, kv_form="latent")

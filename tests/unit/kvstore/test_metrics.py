@@ -48,6 +48,7 @@ STATS = StoreStats(
     what_if=(WhatIf("host", 0.5, 500, 0.25),),
     sparse_blocks=30,
     shortened_tokens=31,
+    states=32,
 )
 
 
@@ -124,6 +125,7 @@ EXPECTED = {
     ("kvstore_quarantined_slots", ""): 7,
     ("kvstore_sparse_blocks", ""): 30,
     ("kvstore_shortened_tokens_total", ""): 31,
+    ("kvstore_states", ""): 32,
     ("kvstore_what_if_capacity_bytes", "host,0.5"): 500,
     ("kvstore_what_if_hit_ratio", "host,0.5"): 0.25,
 }

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvstore.errors import InvalidLayoutError, InvalidNamespaceError
-from kvstore.layer_groups import Recurrent, SlidingWindow
-from kvstore.types import KvLayout, Namespace, Root
+from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
+from kvstore.types import MARK_BYTES, KvLayout, Namespace, Root
 
 LLAMA = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -77,6 +77,30 @@ def test_a_part_set_has_the_parts_of_its_ranks_alone() -> None:
     assert [(0, 1, 2, 3), (4, 5, 6, 7)] == [half.writers for half in halves]
 
 
+def test_replicated_heads_have_one_writer_each() -> None:
+    layout = KvLayout(**LLAMA, tensor_parallel=32)  # 8 heads, each on 4 ranks
+    assert 8 == layout.part_count
+    assert tuple(range(0, 32, 4)) == layout.writers
+    assert [range(4), range(28, 32)] == [layout.parts[0].ranks, layout.parts[7].ranks]
+    assert KvLayout(**LLAMA).block_bytes == layout.block_bytes
+    assert (6, 8) == KvLayout(**LLAMA, tensor_parallel=32, ranks=(6, 7, 8, 9)).writers
+
+
+def test_without_full_attention_a_mark_stands_for_the_dense_parts() -> None:
+    layout = KvLayout(**{**LLAMA, "layers": 0}, tensor_parallel=4, pipeline_parallel=2, groups=(WINDOW, STATE))
+    assert (1, MARK_BYTES) == (layout.part_count, layout.block_bytes)
+    assert [range(1), range(1, 5), range(5, 13)] == [layout.group_parts(group) for group in (None, 0, 1)]
+    for ranks in ((1, 2, 3), (4, 5), (7,)):
+        half = dataclasses.replace(layout, ranks=ranks)
+        assert ranks[0] == half.parts[0].writer
+        assert ranks[0] in {part.writer for part in half.parts[1:]}
+
+
+def test_a_sequence_state_is_one_blob_in_pieces() -> None:
+    layout = KvLayout(**LLAMA, block_tokens=1, state=SequenceState(piece_bytes=8192))
+    assert (1, 8192, (0,)) == (layout.part_count, layout.block_bytes, layout.writers)
+
+
 def test_what_all_ranks_replicate_is_written_on_every_node() -> None:
     latent = {"layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": "int8", "kv_form": "latent", "tensor_parallel": 8}
     assert [(0,), (4,)] == [KvLayout(**latent, ranks=ranks).writers for ranks in ((0, 1, 2, 3), (4, 5, 6, 7))]
@@ -104,6 +128,10 @@ def test_a_match_needs_the_last_blocks_of_a_window_and_the_state_at_its_end(
         (SlidingWindow, {"window": 0}, "window is 0"),
         (SlidingWindow, {"dtype": "int3"}, "expected one of float32"),
         (SlidingWindow, {"kv_form": "latent"}, "expected 1 for the latent form"),
+        (SequenceState, {"cut": "middle"}, "cut is 'middle', expected one of any, end"),
+        (SequenceState, {"piece_bytes": 5000}, "piece_bytes is 5000, expected a multiple of 4096"),
+        (SequenceState, {"piece_bytes": 32 << 20}, "up to 16777216"),
+        (SequenceState, {"form": "ä"}, "expected ASCII text"),
         (Recurrent, {"state_bytes": 4097}, "expected a multiple of heads"),
         (Recurrent, {"form": 7}, "form is 7"),
         (Recurrent, {"form": "x" * 1025}, "at most 1024 bytes"),
@@ -111,7 +139,7 @@ def test_a_match_needs_the_last_blocks_of_a_window_and_the_state_at_its_end(
     ],
 )
 def test_a_contradictory_group_is_refused(group: type, change: dict[str, Any], problem: str) -> None:
-    right = WINDOW if group is SlidingWindow else STATE
+    right = {SlidingWindow: WINDOW, Recurrent: STATE, SequenceState: SequenceState()}[group]
     with pytest.raises(InvalidLayoutError, match=problem):
         dataclasses.replace(right, **change)
 
@@ -130,8 +158,12 @@ def test_a_contradictory_group_is_refused(group: type, change: dict[str, Any], p
         ({"ranks": (1, 0), "tensor_parallel": 4}, "in ascending order"),
         ({"ranks": (4,), "tensor_parallel": 4}, "ranks from 0 to 3"),
         ({"ranks": (0, 1), "tensor_parallel": 2}, r"and \(\) for all 2"),
-        ({"layers": 0}, "layout.layers is 0"),
         ({"kv_heads": 2.5}, "layout.kv_heads is 2.5"),
+        ({"layers": 0}, "layout.layers is 0, expected a whole number from 1 .*; 0 is for layouts whose layers are all"),
+        ({"state": "all"}, "layout.state is a str"),
+        ({"state": SequenceState()}, "layout.block_tokens is 16, expected 1: a sequence state is one blob"),
+        ({"state": SequenceState(), "block_tokens": 1, "tensor_parallel": 2}, "layout.tensor_parallel is 2"),
+        ({"state": SequenceState(), "block_tokens": 1, "groups": (WINDOW,)}, "layout.groups is"),
         ({"block_tokens": 8192}, "at most 4096"),
         ({"dtype": "float13"}, "expected one of float32"),
         ({"dtype": [1, 2]}, r"layout.dtype is \[1, 2\], expected one of float32"),

@@ -9,9 +9,21 @@ from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.events import Event, EventKind, EventPage
-from kvstore.layer_groups import Recurrent, SlidingWindow
+from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
 from kvstore.transport import convert
-from kvstore.types import CommitResult, KvLayout, Namespace, Pin, Root, StoreStats, Tier, TierRun, TierStats, WhatIf
+from kvstore.types import (
+    CommitResult,
+    KvLayout,
+    Namespace,
+    Pin,
+    Root,
+    StateSize,
+    StoreStats,
+    Tier,
+    TierRun,
+    TierStats,
+    WhatIf,
+)
 from kvstore.v1 import block_pb2
 
 LAYOUT = KvLayout(
@@ -48,6 +60,22 @@ def test_a_namespace_crosses_whole_but_for_its_secret():
     assert NAMESPACE == convert.namespace_from_proto(parsed, b"secret-bytes")
 
 
+def test_a_layout_of_sequence_states_crosses_whole():
+    layout = KvLayout(
+        layers=2,
+        kv_heads=1,
+        head_dim=5,
+        dtype="int8",
+        block_tokens=1,
+        state=SequenceState(cut="end", form="f", piece_bytes=8192),
+    )
+    namespace = Namespace(model="m", revision="r", layout=layout)
+    parsed = block_pb2.Namespace.FromString(convert.namespace_to_proto(namespace).SerializeToString())
+    assert namespace == convert.namespace_from_proto(parsed, None)
+    size = StateSize(3, 7, 2**40)
+    assert size == convert.state_from_proto(convert.state_to_proto(size))
+
+
 def test_every_field_of_a_layout_has_a_field_in_the_message():
     assert {item.name for item in dataclasses.fields(KvLayout)} == set(block_pb2.KvLayout.DESCRIPTOR.fields_by_name)
     assert {item.name for item in dataclasses.fields(Root)} == set(block_pb2.Root.DESCRIPTOR.fields_by_name)
@@ -55,7 +83,7 @@ def test_every_field_of_a_layout_has_a_field_in_the_message():
 
 
 def test_every_field_of_a_layer_group_has_a_field_in_its_message():
-    for group in (SlidingWindow, Recurrent):
+    for group in (SlidingWindow, Recurrent, SequenceState):
         message = getattr(block_pb2, group.__name__)
         assert {item.name for item in dataclasses.fields(group)} == set(message.DESCRIPTOR.fields_by_name)
 

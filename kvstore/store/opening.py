@@ -1,0 +1,73 @@
+"""Opening a store in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.clock import SystemClock
+from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN, DISK_KIND
+from kvstore.errors import ConfigError
+from kvstore.store.settings import StoreSettings
+from kvstore.store.store import Store
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.host import POISON, HostTier
+from kvstore.tiers.persistent import find_factory
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from kvstore.clock import Clock
+
+
+def open_store(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    host_bytes: int,
+    disk_bytes: int | None = None,
+    further_paths: Sequence[str | os.PathLike[str]] = (),
+    free_floor_bytes: int | None = None,
+    disk_kind: str = DISK_KIND,
+    settings: StoreSettings | None = None,
+    clock: Clock | None = None,
+) -> Store:
+    """Open a store in this process; `kvstore.open`.
+
+    `path` is the data directory, made if it is missing and locked while open. `disk_bytes` is 10 GiB where there is
+    a path and 0 where there is none; with 0 there is no disk tier. Blocks are spread over `further_paths` too, within
+    the same bytes; `free_floor_bytes` stay free on each file system (by default 1 GiB or 2 %, at most a tenth);
+    `disk_kind` names a tier that another package offers. Raises ConfigError for sizes that cannot be, StorageError
+    where the directory or the memory is not to be had.
+    """
+    if disk_bytes is None:
+        disk_bytes = DEFAULT_DISK_BYTES if path is not None else 0
+    for name, value, least in (("host_bytes", host_bytes, 1), ("disk_bytes", disk_bytes, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} is {value!r}, expected a whole number of bytes, at least {least}")
+    if disk_bytes and path is None:
+        raise ConfigError(f"disk_bytes is {disk_bytes} but there is no path for it; name a data directory")
+    if further_paths and not disk_bytes:
+        raise ConfigError(
+            f"further_paths names {len(further_paths)} folders but there is no disk tier; give a path too"
+        )
+    if 0 < disk_bytes < DISK_BYTES_MIN:
+        raise ConfigError(f"disk_bytes is {disk_bytes}, expected at least {DISK_BYTES_MIN}, or 0 for no disk tier")
+    clock = SystemClock() if clock is None else clock
+    settings = StoreSettings() if settings is None else settings
+    settings.check_capacities(host_bytes, disk_bytes)
+    host = HostTier(host_bytes, freed_fill=POISON if settings.poison_freed else None, memory=settings.host_memory)
+    disk = None
+    if disk_bytes and path is not None:
+        try:
+            open_disk = DiskTier.open if disk_kind == DISK_KIND else find_factory(disk_kind)
+            disk = open_disk(
+                Path(path),
+                capacity_bytes=disk_bytes,
+                further_paths=[Path(further) for further in further_paths],
+                free_floor_bytes=free_floor_bytes,
+            )
+        except BaseException:
+            host.close()
+            raise
+    return Store(host, disk, settings, clock)
