@@ -271,6 +271,8 @@ class SparseParts:
 
     def usable(self, ids: BlockIds, tiers: Collection[Tier] | None = None) -> BlockIds:
         """As much of a dense match as all groups allow by what they have in these tiers; None for any."""
+        if not self.groups:
+            return ids
         backs = [group.rule.blocks_back(self._block_tokens) for group in self.groups]
         if all(group.mask_in(ids[-back:], tiers).all() for group, back in zip(self.groups, backs, strict=True)):
             return ids  # nearly always, and a tenth of the work
