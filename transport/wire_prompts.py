@@ -183,7 +183,7 @@ class SentPrompts:
         for prompt_id, prompt in reversed(self._prompts.items()):
             known = prompt.packed
             if len(known) >= len(whole):
-                if known.startswith(whole):
+                if known is whole or known.startswith(whole):
                     return prompt_id, len(whole)
             elif len(known) > best_bytes and whole.startswith(known):
                 best_id, best_bytes = prompt_id, len(known)
