@@ -1,7 +1,7 @@
 // Python face of the frames: converts arguments and results, nothing else.
 #include <nanobind/nanobind.h>
 
-#include <cstring>
+#include <sys/socket.h>
 
 #include "lookup_frame.h"
 
@@ -108,6 +108,13 @@ nb::bytes WriteGrownLookup(uint32_t call_id, uint32_t deadline_ms, const nb::byt
   return Write(draft);
 }
 
+// Sends what a socket takes at once, in a few microseconds, for which the GIL is kept: getting it back would take longer,
+// and beside a busy thread a hundred times as long. Errors are left to the next who uses the socket.
+size_t SendNow(int descriptor, const nb::bytes& frame) {
+  const ssize_t sent = send(descriptor, frame.c_str(), frame.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+  return sent < 0 ? 0 : static_cast<size_t>(sent);
+}
+
 }  // namespace
 
 NB_MODULE(_frames, module) {
@@ -123,6 +130,7 @@ NB_MODULE(_frames, module) {
       .def_ro("root", &Lookup::root)
       .def_ro("tokens", &Lookup::tokens)
       .def_ro("request_id", &Lookup::request_id);
+  module.def("send_now", &SendNow, "descriptor"_a, "frame"_a);
   module.def("read_lookup", &ReadLookup, "buffer"_a, "begin"_a, "end"_a, "body_bytes_max"_a);
   module.def("write_lookup", &WriteLookup, "call_id"_a, "deadline_ms"_a, "session_id"_a, "prompt_head"_a, "tokens"_a,
              "peek"_a, "request_id"_a);

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.transport import lookup_frames, wire
 from kvstore.transport._core import _frames
-from kvstore.transport.lookup_frames import LookupWriter, read_lookup
+from kvstore.transport.lookup_frames import LookupWriter, read_lookup, send_now
 from kvstore.v1 import block_pb2
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -162,6 +163,18 @@ def test_everything_else_is_left_to_others(frame: bytes) -> None:
 def test_what_lies_outside_of_the_buffer_is_refused(begin: int, end: int) -> None:
     with pytest.raises(ValueError, match="no part of the buffer"):
         read_lookup(bytes(10), begin, end, LIMIT)
+
+
+def test_a_frame_is_sent_as_far_as_the_socket_takes_it() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        assert 5 == send_now(here.fileno(), b"frame")
+        assert b"frame" == there.recv(10)
+        sent_bytes = send_now(here.fileno(), bytes(16 * 2**20))
+        assert 0 < sent_bytes < 16 * 2**20
+        assert 0 == send_now(here.fileno(), b"full")
+        there.close()
+        assert 0 == send_now(here.fileno(), b"gone")
 
 
 def test_the_stub_names_what_the_native_module_has() -> None:
