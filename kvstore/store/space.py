@@ -237,7 +237,7 @@ class Space:
     def prompt_keys(self, root_key: bytes, prompt: TokenArray) -> list[bytes]:
         """Keys of all whole blocks of a prompt, the root key first. Needs no lock."""
         keys = hashing.block_keys(self._ns_key, root_key, prompt, self.layout.block_tokens)
-        return [root_key, *(row.tobytes() for row in keys)]
+        return [root_key, *hashing.split_keys(keys)]
 
     def evict(self, ids: BlockIds, tier: Tier) -> Freed:
         """Let blocks leave a tier; a last copy goes with everything below it. Held blocks are kept."""
@@ -375,7 +375,7 @@ class Space:
         self, keys: np.ndarray[tuple[int, int], np.dtype[np.uint8]], tier: Tier | None, *, last_copy: bool
     ) -> None:
         if len(keys) and not self._clearing:
-            names = tuple(row.tobytes() for row in keys)
+            names = tuple(hashing.split_keys(keys))
             self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=names, last_copy=last_copy)
 
     def _freed(self, removed: Removed) -> Freed:

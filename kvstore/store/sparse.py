@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.hashing import split_keys
 from kvstore.store.match_rules import usable_blocks
 from kvstore.types import Tier
 
@@ -302,12 +303,12 @@ class SparseParts:
         """Let go of what stands at blocks that left the tree, whose keys are the rows."""
         if not len(keys):
             return ()
-        names = [row.tobytes() for row in keys]
+        names = split_keys(keys)
         return tuple(freed for group in self.groups for freed in group.forget_keys(names))
 
     def cool(self, keys: NDArray[np.uint8]) -> None:
         """The blocks whose keys are the rows left host memory and are on disk still."""
-        names = [row.tobytes() for row in keys] if self.block_count else []
+        names = split_keys(keys) if self.block_count else []
         for group in self.groups:
             group.cool(names)
 
