@@ -131,9 +131,13 @@ class CacheService:
         """Look a prompt up."""
         session = self._state.sessions.get(request.session_id)
         namespace = session.namespace(request.prompt.ns_id)
-        root = convert.root_from_proto(request.prompt.root)
-        match = await self._state.short.run(partial(self._matched, namespace, root, request.prompt.tokens, request))
-        session.warm_namespaces.add(request.prompt.ns_id)
+        root, ns_id, packed = convert.root_from_proto(request.prompt.root), request.prompt.ns_id, request.prompt.tokens
+        look_up = partial(self._matched, namespace, root, packed, request)
+        if self.is_quick(session, ns_id, len(packed)):
+            match = look_up()
+        else:
+            match = await self._state.short.run(look_up)
+            session.warm_namespaces.add(ns_id)
         return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
 
     async def hint(self, request: pb.HintRequest) -> pb.HintResponse:
