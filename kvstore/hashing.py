@@ -99,7 +99,7 @@ def block_keys(ns_key: bytes, parent_key: bytes, tokens: TokenArray, block_token
 
 
 def split_keys(keys: NDArray[np.uint8]) -> list[bytes]:
-    """The rows of an array of keys, shape [blocks, 16], each by itself. 20 ns a key, a tenth of a loop over rows."""
+    """The rows of an array of keys, shape [blocks, 16], each by itself; in a tenth of the time of a loop over them."""
     split: list[bytes] = keys.view(_KEY).ravel().tolist()
     return split
 
