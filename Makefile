@@ -13,7 +13,7 @@ BIN := .venv/bin
 STAMPS := .venv/stamps
 TORCH_PIN := .venv/torch-pin.txt
 PROTOS := $(wildcard protos/kvstore/v1/*.proto)
-NATIVE := CMakeLists.txt $(wildcard kvstore/native/* radix/csrc/* tiers/csrc/*)
+NATIVE := CMakeLists.txt $(wildcard kvstore/native/* radix/csrc/* tiers/csrc/* transport/csrc/*)
 TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut -d ' ' -f 1)
 
 .DEFAULT_GOAL := help

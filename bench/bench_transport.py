@@ -221,7 +221,7 @@ def measure_grpc_lookups(rows: Rows, sidecar: Sidecar, prompts: list[np.ndarray]
 
 
 LOOKUP_PROGRAM = """
-import sys, threading, time
+import json, sys, threading, time
 import numpy as np
 sys.path.insert(0, sys.argv[1])
 from bench_transport import LOOKUPS, TOKENS
@@ -231,6 +231,7 @@ prompt = np.arange(TOKENS, dtype=np.uint32)
 counts = []
 with kvstore.connect(address, lookup_seconds=5.0) as client:
     client.match(LOOKUPS, prompt)
+    before = time.process_time()
     until = time.perf_counter() + seconds
     def work():
         done = 0
@@ -241,18 +242,27 @@ with kvstore.connect(address, lookup_seconds=5.0) as client:
     workers = [threading.Thread(target=work) for _ in range(threads)]
     for worker in workers: worker.start()
     for worker in workers: worker.join()
-print(sum(counts) / seconds)
+print(json.dumps({"lookups": sum(counts), "cpu_seconds": time.process_time() - before}))
 """
 
 
 def measure_rate(rows: Rows, sidecar: Sidecar, seconds: float) -> None:
-    """Lookups a second of clients in processes of their own, on all cores together with the sidecar."""
+    """Lookups a second of clients in processes of their own, on all cores together with the sidecar.
+
+    And what CPU time each takes on both sides, which other users of the machine hardly change.
+    """
     for clients, threads in ((1, 1), (1, 4), (2, 1), (4, 1)):
         command = [sys.executable, "-P", "-c", LOOKUP_PROGRAM, str(Path(__file__).parent), sidecar.unix, str(threads)]
+        before = cpu_seconds(sidecar.pid)
         with ExitStack() as stack:
             started = [stack.enter_context(process(*command, str(seconds))) for _ in range(clients)]
-            rates = [float(one.stdout.read()) for one in started if one.stdout is not None]
-        rows.keep(op="lookups a second", lane="wire", clients=clients, threads=threads, rate=round(sum(rates)))
+            told = [json.loads(one.stdout.read()) for one in started if one.stdout is not None]
+        lookups = sum(one["lookups"] for one in told)
+        rows.keep(
+            op="lookups a second", lane="wire", clients=clients, threads=threads, rate=round(lookups / seconds),
+            client_cpu_us=us(sum(one["cpu_seconds"] for one in told) / lookups),
+            server_cpu_us=us((cpu_seconds(sidecar.pid) - before) / lookups),
+        )  # fmt: skip
 
 
 def measure_beside_bulk(rows: Rows, sidecar: Sidecar, seconds: float) -> None:

@@ -204,7 +204,9 @@ class CallMetrics(Collector):
         """Count one finished call."""
         index = bisect.bisect_left(CALL_SECONDS_BUCKETS, seconds)
         with self._lock:
-            counts = self._calls.setdefault((method, status), _CallCounts())
+            counts = self._calls.get((method, status))
+            if counts is None:
+                counts = self._calls[method, status] = _CallCounts()
             counts.in_bucket[index] += 1
             counts.seconds += seconds
 

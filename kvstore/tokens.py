@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -13,26 +13,55 @@ if TYPE_CHECKING:
 
 TOKEN_MAX = 2**32 - 1
 PROMPT_TOKENS_MAX = 4 * 2**20
+_PACKED = np.dtype("<u4")
 
 # Any flat int32/int64/uint32 buffer (numpy, torch on the CPU, array, memoryview) or a sequence of ints.
 Tokens: TypeAlias = Any
 
 
 def as_token_array(tokens: Tokens) -> TokenArray:
-    """Return a private, contiguous uint32 copy of `tokens`.
+    """Return a private, contiguous, read-only uint32 copy of `tokens`.
 
     Raises InvalidTokensError for anything that is not a flat sequence of whole numbers in 0..2^32-1, for bools and
-    floats, and for prompts of more than PROMPT_TOKENS_MAX tokens. O(tokens), one allocation for buffers.
+    floats, and for prompts of more than PROMPT_TOKENS_MAX tokens. O(tokens), one allocation for buffers. What lies in
+    `bytes`, which nobody can change, is returned as it is: what this function gave, for one.
     """
-    array = _as_integers(tokens)
+    is_packed = _is_packed(tokens)
+    array = tokens if is_packed else _as_integers(tokens)
     if array.ndim != 1:
         raise InvalidTokensError(f"tokens have shape {array.shape}, expected one flat sequence")
     if array.size > PROMPT_TOKENS_MAX:
         raise InvalidTokensError(f"the prompt has {array.size} tokens, expected at most {PROMPT_TOKENS_MAX}")
+    if is_packed:
+        return array
     if array.size and not _fits_uint32(array):
         bad = next(int(value) for value in array if not 0 <= int(value) <= TOKEN_MAX)
         raise InvalidTokensError(f"token id {bad} is out of range, expected 0..{TOKEN_MAX}")
-    return np.array(array, dtype=np.uint32, order="C", copy=True)
+    return unpacked_tokens(array.astype(_PACKED, copy=False).tobytes())
+
+
+def unpacked_tokens(packed: bytes) -> TokenArray:
+    """The ids in little-endian u32, whose bytes are a multiple of 4. No copy."""
+    return np.frombuffer(packed, dtype=_PACKED)
+
+
+def packed_tokens(prompt: TokenArray) -> bytes:
+    """Token ids as little-endian u32, one after the other; no copy of what `as_token_array` gave."""
+    if _is_packed(prompt):
+        return cast("bytes", prompt.base)
+    return prompt.astype(_PACKED, copy=False).tobytes()
+
+
+def _is_packed(tokens: Tokens) -> bool:
+    """Whether these are the ids in a `bytes` object, all of them in their order."""
+    return (
+        type(tokens) is np.ndarray
+        and isinstance(tokens.base, bytes)
+        and tokens.dtype == _PACKED
+        and tokens.ndim == 1
+        and tokens.nbytes == len(tokens.base)
+        and tokens.flags.c_contiguous
+    )
 
 
 def _as_integers(tokens: Tokens) -> np.ndarray[Any, np.dtype[Any]]:

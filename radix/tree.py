@@ -186,6 +186,10 @@ class RadixTree:
         """The slot of each block in `tier`, NO_SLOT where it has none."""
         return self._native.slots(ids, _index_of(tier))
 
+    def leading(self, ids: BlockIds, tier: Tier) -> int:
+        """How many of the first blocks have a slot in `tier`."""
+        return self._native.leading(ids, _index_of(tier))
+
     def lease(self, ids: BlockIds) -> None:
         """Add one hold to each block: it is not evicted and keeps its slots until the hold is released.
 

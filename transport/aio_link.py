@@ -22,9 +22,10 @@ from kvstore.transport.tls_stream import TlsTransport
 from kvstore.transport.wire_dial import NoFastLaneError, dial
 from kvstore.transport.wire_link import (
     GrownRequest,
+    MessageWriter,
     body_of,
     encode_request,
-    match_message,
+    lookup_request,
     matched,
     new_prompt_heads,
     parsed,
@@ -239,10 +240,8 @@ class WireAsyncLink:
     async def match(self, lookup: Lookup, ends_at: float) -> Matched:
         """A lookup, without an object of protobuf on the way."""
         head = self._prompt_head(await self.ns_id(lookup.namespace, ends_at), lookup.root)
-        whole, message = match_message(self.session.session_id, head, lookup)
-        return matched(
-            self._body(wire.Method.Match, await self._ask_by_growth(wire.Method.Match, message, whole, ends_at))
-        )
+        request = lookup_request(self._prompts, self.session.session_id, head, lookup, ends_at)
+        return matched(self._body(wire.Method.Match, await self._ask(request, ends_at)))
 
     async def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
         """Receive leased blocks straight into the flat `target`, in a thread."""
@@ -282,7 +281,10 @@ class WireAsyncLink:
     async def _ask_by_growth(
         self, method: wire.Method, message: Callable[[bytes], bytes], whole: bytes, ends_at: float
     ) -> Answer:
-        request = GrownRequest(self._prompts, method, message, whole, ends_at)
+        request = GrownRequest(self._prompts, MessageWriter(method, message), whole, ends_at)
+        return await self._ask(request, ends_at)
+
+    async def _ask(self, request: GrownRequest, ends_at: float) -> Answer:
         answer = await self._exchange.ask(request.first, ends_at)
         if request.is_wanted_again(answer):
             answer = await self._exchange.ask(request.again, ends_at)

@@ -117,6 +117,10 @@ class CallRoot:
             self._answering -= 1
             if not self._answering and self._idle is not None:
                 self._idle.set()
+        self.observe(method, start, status)
+
+    def observe(self, method: str, start: float, status: str) -> None:
+        """Tell of a call that is over; of one that began and ended in one step of the loop this is all there is."""
         if self._observer is not None:
             self._observer.observe(method, time.monotonic() - start, status)
 

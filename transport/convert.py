@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
+from google.protobuf.message import DecodeError
 
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
 from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
+from kvstore.tokens import packed_tokens, unpacked_tokens
 from kvstore.types import (
     PLAIN_ROOT,
     CommitResult,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from kvstore.types import TokenArray
 
 PAGE_BYTES = 4 * 2**20
+_ROOTS_REMEMBERED = 256
 _EVENT_OVERHEAD_BYTES = 128
 _LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout) if item.name not in ("groups", "state"))
 _WINDOW_FIELDS = tuple(item.name for item in fields(SlidingWindow))
@@ -143,10 +146,19 @@ def root_from_proto(message: block_pb2.Root) -> Root:
     return Root(**given) if given else PLAIN_ROOT
 
 
+@lru_cache(maxsize=_ROOTS_REMEMBERED)
+def root_from_bytes(raw: bytes) -> Root:
+    """The checked root in the bytes of a message. Raises InvalidArgumentError for bytes that are none."""
+    try:
+        return root_from_proto(block_pb2.Root.FromString(raw))
+    except DecodeError as err:
+        raise InvalidArgumentError(f"the root of the prompt is no Root message: {err}") from err
+
+
 def prompt_to_proto(ns_id: bytes, root: Root | None, tokens: TokenArray) -> block_pb2.Prompt:
     """One copy of the token ids."""
     require_root(root)
-    packed = tokens.astype("<u4", copy=False).tobytes()
+    packed = packed_tokens(tokens)
     return block_pb2.Prompt(ns_id=ns_id, root=root_to_proto(root) if root is not None else None, tokens=packed)
 
 
@@ -154,7 +166,7 @@ def tokens_from_proto(packed: bytes) -> TokenArray:
     """A read-only view of packed token ids."""
     if len(packed) % 4:
         raise InvalidTokensError(f"tokens have {len(packed)} bytes, expected packed u32")
-    return np.frombuffer(packed, dtype="<u4")
+    return unpacked_tokens(packed)
 
 
 def runs_to_proto(runs: Iterable[TierRun]) -> list[block_pb2.TierRun]:

@@ -1,6 +1,6 @@
 """Messages on the wire. Those that hold nothing but one raw frame are put together and taken apart by hand.
 
-So are a lookup and its answer, the calls that an engine waits for: as objects of protobuf they take 25 us.
+So is the answer of a lookup, and the lookup itself in lookup_frames.py: engines wait for them.
 protobuf copies the bytes of a frame twice each way, which costs as much as all else that is done with them. What is
 written here is what protobuf writes, and what is read here is exactly that; anything else, such as a frame beside an
 unknown field, is parsed by protobuf.
@@ -27,29 +27,12 @@ _FRAME_FIELDS: dict[type[Message], int] = {
 }
 _LENGTH_DELIMITED = 2
 _ANSWERS_REMEMBERED = 1024
-_PEEK = bytes((pb.MatchRequest.PEEK_FIELD_NUMBER << 3, 1))
 _LENGTH_BYTES_MAX = 5
 
 
 def encode_frame(message_type: type[Message], frame: NDArray[np.uint8]) -> bytes:
     """The bytes of a `message_type` (LoadResponse or WriteRequest) that holds `frame`. One copy."""
     return b"".join((_header(_FRAME_FIELDS[message_type], frame.nbytes), frame.data))
-
-
-def encode_match(session_id: bytes, prompt_head: bytes, tokens: bytes, *, peek: bool, request_id: bytes) -> bytes:
-    """The bytes of a MatchRequest. `prompt_head` are those of a Prompt that has no tokens."""
-    tokens_header = _header(block_pb2.Prompt.TOKENS_FIELD_NUMBER, len(tokens)) if tokens else b""
-    prompt_bytes = len(prompt_head) + len(tokens_header) + len(tokens)
-    return b"".join((
-        _header(pb.MatchRequest.SESSION_ID_FIELD_NUMBER, len(session_id)),
-        session_id,
-        _header(pb.MatchRequest.PROMPT_FIELD_NUMBER, prompt_bytes),
-        prompt_head,
-        tokens_header,
-        tokens,
-        _PEEK if peek else b"",
-        _header(pb.MatchRequest.REQUEST_ID_FIELD_NUMBER, len(request_id)) + request_id if request_id else b"",
-    ))  # fmt: skip
 
 
 def encode_matched(match: PrefixMatch) -> bytes:

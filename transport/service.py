@@ -28,16 +28,17 @@ from kvstore.transport.frames import encode_frame
 from kvstore.transport.jobs import LoadJob, SizedLease, WriteJob, load_job, write_job
 from kvstore.transport.principal import caller
 from kvstore.transport.rows import RowAssembler
-from kvstore.types import PrefixMatch
+from kvstore.types import PLAIN_ROOT, PrefixMatch
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection
 
     from kvstore.api import KvStore, Lease, Stage
+    from kvstore.transport.lookup_frames import Lookup
     from kvstore.transport.session import Session
     from kvstore.transport.state import ServiceState
-    from kvstore.types import CommitResult, KvLayout, Namespace, Tier, TokenArray
+    from kvstore.types import CommitResult, KvLayout, Namespace, Root, Tier, TokenArray
     from kvstore.v1 import block_pb2
 
 BLOCK_BYTES_MAX = 2**40
@@ -132,8 +133,13 @@ class CacheService:
         """Look a prompt up."""
         session = self._state.sessions.get(request.session_id)
         namespace = session.namespace(request.prompt.ns_id)
-        match = await self._state.short.run(partial(self._matched, namespace, request, request.prompt.tokens))
-        session.warm_namespaces.add(request.prompt.ns_id)
+        root, ns_id, packed = convert.root_from_proto(request.prompt.root), request.prompt.ns_id, request.prompt.tokens
+        look_up = partial(self._matched, namespace, root, packed, request)
+        if self.is_quick(session, ns_id, len(packed)):
+            match = look_up()
+        else:
+            match = await self._state.short.run(look_up)
+            session.warm_namespaces.add(ns_id)
         return pb.MatchResponse(blocks=match.blocks, runs=convert.runs_to_proto(match.runs))
 
     async def hint(self, request: pb.HintRequest) -> pb.HintResponse:
@@ -145,28 +151,24 @@ class CacheService:
         hint = partial(self._store.hint_next_use, namespace, tokens, root=root, seconds=seconds)
         return pb.HintResponse(blocks=await self._state.short.run(hint))
 
-    def is_quick(self, session: Session, request: pb.MatchRequest, prompt_bytes: int) -> bool:
+    def is_quick(self, session: Session, ns_id: bytes, prompt_bytes: int) -> bool:
         """Whether a lookup may run in the event loop itself, which saves two changes of thread.
 
         Not so a long prompt, nor the first of a namespace in its session, for which the store may have to read what the
         disk holds of it.
         """
-        return prompt_bytes <= QUICK_BYTES_MAX and request.prompt.ns_id in session.warm_namespaces
+        return prompt_bytes <= QUICK_BYTES_MAX and ns_id in session.warm_namespaces
 
-    def match_at_once(self, session: Session, request: pb.MatchRequest, tokens: bytes) -> PrefixMatch:
-        """Look the prompt of `tokens` up in the event loop itself; see `is_quick`."""
-        return self._matched(session.namespace(request.prompt.ns_id), request, tokens)
+    def match_at_once(self, session: Session, lookup: Lookup, packed: bytes) -> PrefixMatch:
+        """Look the prompt of these tokens up in the event loop itself; see `is_quick`."""
+        root = convert.root_from_bytes(lookup.root) if lookup.root else PLAIN_ROOT
+        return self._matched(session.namespace(lookup.ns_id), root, packed, lookup)
 
-    def _matched(self, namespace: Namespace, request: pb.MatchRequest, packed: bytes) -> PrefixMatch:
+    def _matched(self, namespace: Namespace, root: Root, packed: bytes, asked: pb.MatchRequest | Lookup) -> PrefixMatch:
         tokens = self._tokens(packed)
-        match = self._store.match(
-            namespace,
-            tokens,
-            root=convert.root_from_proto(request.prompt.root),
-            touch=not request.peek,
-            request_id=request.request_id or None,
-        )
-        if not request.peek:
+        is_peek = asked.peek
+        match = self._store.match(namespace, tokens, root=root, touch=not is_peek, request_id=asked.request_id or None)
+        if not is_peek:
             self._state.tenants.count_lookup(match, len(tokens))
         return match
 

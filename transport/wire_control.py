@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,17 +27,19 @@ from kvstore.errors import (
 from kvstore.transport import wire
 from kvstore.transport.calls import INTERNAL_DETAILS
 from kvstore.transport.frames import encode_matched
+from kvstore.transport.lookup_frames import read_lookup, send_now
 from kvstore.transport.principal import enter
-from kvstore.transport.roles import OPEN_CALLS
+from kvstore.transport.roles import OPEN_CALLS, role_for
 from kvstore.transport.service import DISMISSED
 from kvstore.transport.status import UnknownSessionError, status_of
 from kvstore.transport.tenants import under_way
-from kvstore.transport.wire_prompts import PromptMemory
+from kvstore.transport.wire_prompts import TOKEN_BYTES, PromptMemory
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from contextlib import AbstractContextManager
 
+    from kvstore.transport.lookup_frames import Lookup
     from kvstore.transport.principal import Origin
     from kvstore.transport.session import Session
     from kvstore.transport.wire_lane import WireLane
@@ -46,6 +49,7 @@ _BUFFER_BYTES = 64 * 1024
 # Of a connection on which nothing longer has come yet.
 _IDLE_BUFFER_BYTES = 2 * 1024
 _FIRST_BODY_BYTES_MAX = 16 * 1024  # a session with its token
+_AT_ONCE_BYTES = 4096  # of an answer: 2 us of a system call
 _OK = grpc.StatusCode.OK.name
 _UNCOUNTED = nullcontext()
 
@@ -62,7 +66,9 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._origin = origin
         self._body_bytes_max = lane.state.limits.message_bytes
         self._transport: asyncio.Transport | None = None
+        self._descriptor: int | None = None  # of its socket, while that is open; None where bytes are encrypted
         self._session: Session | None = None
+        self._looks_up = False  # whether its caller may
         self._prompts = PromptMemory(lane.state.limits.prompt_bytes_per_session, lane.prompt_budget)
         self._buffer = bytearray(_IDLE_BUFFER_BYTES)
         self._begin = 0
@@ -74,6 +80,8 @@ class ControlConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The hellos were exchanged; the session opens with the first request."""
         self._transport = cast("asyncio.Transport", transport)
+        plain = transport.get_extra_info("socket")
+        self._descriptor = None if plain is None else plain.fileno()
         self.frame_began = asyncio.get_running_loop().time()
         self._lane.joined(self)
 
@@ -128,6 +136,11 @@ class ControlConnection(asyncio.BufferedProtocol):
         taken = False
         transport = self._open_transport()
         while self._end - self._begin >= wire.HEADER_BYTES and not transport.is_closing():
+            lookup = read_lookup(self._buffer, self._begin, self._end, self._body_bytes_max)
+            if lookup is not None and self._answer_lookup(lookup):
+                self._begin += lookup.frame_bytes
+                taken = True
+                continue
             limit = _FIRST_BODY_BYTES_MAX if self._session is None else self._body_bytes_max
             header = wire.decode_header(self._buffer, self._begin, limit)
             body_begin = self._begin + wire.HEADER_BYTES
@@ -186,6 +199,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             principal = self._lane.state.access.admit(self._origin, request.token)
             principal.require(method.name)
             self._session = self._lane.open_session(principal, self._origin)
+            self._looks_up = principal.role >= role_for(wire.Method.Match.name)
         except (NoSpaceError, PermissionDeniedError, UnauthenticatedError) as error:
             if isinstance(error, UnauthenticatedError):
                 self._lane.refuse("unauthenticated")
@@ -222,8 +236,6 @@ class ControlConnection(asyncio.BufferedProtocol):
         else:
             request = _parse(method, body)
         self._check_session(request)
-        if method is wire.Method.Match and self._match_at_once(header, request, tokens):
-            return
         if tokens is not None:
             request.prompt.tokens = tokens
         call = asyncio.get_running_loop().create_task(self._answer(header, method, request))
@@ -247,25 +259,44 @@ class ControlConnection(asyncio.BufferedProtocol):
         tenant = self._session.principal.tenant
         return _UNCOUNTED if tenant is None else under_way(self._lane.state.tenants, tenant)
 
-    def _match_at_once(self, header: wire.Header, request: pb.MatchRequest, tokens: bytes | None) -> bool:
-        """Answer a lookup without a thread; false if that could take too long."""
-        whole = request.prompt.tokens if tokens is None else tokens
+    def _answer_lookup(self, lookup: Lookup) -> bool:
+        """Answer a lookup in this step of the loop; false, and nothing done, where that could take too long.
+
+        False too where it is to be refused, or the server does not know the prompt: all of that is said elsewhere.
+        """
         session = self._session
-        if session is None or not self._lane.cache.is_quick(session, request, len(whole)):
+        if session is None or not self._may_answer(lookup, session):
             return False
-        start = self._lane.root.begin("Match")
+        packed = lookup.tokens
+        if lookup.is_grown:
+            whole = self._prompts.complete(lookup.delta, packed)
+            if whole is None:
+                return False
+            packed = whole
+        start = time.monotonic()
         status = _OK
         try:
             with self._counted():
-                match = self._lane.cache.match_at_once(session, request, whole)
-            frame = wire.encode_frame(wire.Kind.RESPONSE, encode_matched(match), call_id=header.call_id)
+                match = self._lane.cache.match_at_once(session, lookup, packed)
+            frame = wire.encode_frame(wire.Kind.RESPONSE, encode_matched(match), call_id=lookup.call_id)
         except KvstoreError as error:
             status = status_of(error)[0].name
-            frame = wire.encode_error(error, header.call_id)
-        finally:
-            self._lane.root.end("Match", start, status)
+            frame = wire.encode_error(error, lookup.call_id)
         self._send(frame)
+        self._lane.root.observe("Match", start, status)
         return True
+
+    def _may_answer(self, lookup: Lookup, session: Session) -> bool:
+        prompt_bytes = len(lookup.tokens) + lookup.prefix_tokens * TOKEN_BYTES
+        return (
+            self._looks_up
+            and not self._lane.stopping
+            and lookup.call_id != 0
+            and lookup.call_id not in self._calls
+            and len(self._calls) < self._lane.state.limits.calls_per_connection
+            and hmac.compare_digest(lookup.session_id, session.session_id)
+            and self._lane.cache.is_quick(session, lookup.ns_id, prompt_bytes)
+        )
 
     async def _answer(self, header: wire.Header, method: wire.Method, request: Message) -> None:
         root = self._lane.root
@@ -299,8 +330,13 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._send(frame)
 
     def _send(self, frame: bytes) -> None:
+        """Send at once what the socket takes. What a loop is given waits for its next step, and the GIL once more."""
         transport = self._open_transport()
-        if not transport.is_closing():
+        if transport.is_closing():
+            return
+        if self._descriptor is not None and len(frame) <= _AT_ONCE_BYTES and not transport.get_write_buffer_size():
+            frame = frame[send_now(self._descriptor, frame) :]
+        if frame:
             transport.write(frame)
 
     def _open_transport(self) -> asyncio.Transport:

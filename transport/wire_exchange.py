@@ -27,18 +27,29 @@ Answer = tuple[wire.Header, bytes]
 
 
 class _Waiter:
-    """A call whose answer is awaited. `signal` is released when there is one, or when its thread is to read."""
+    """A call whose answer is awaited. `leads` while its thread reads for all.
 
-    __slots__ = ("answer", "signal")
+    A thread that waits for another one to read does so for `signal`, which is released when there is an answer or its
+    thread is to look again. One that reads by itself needs none.
+    """
+
+    __slots__ = ("answer", "leads", "signal")
 
     def __init__(self) -> None:
-        self.signal = threading.Lock()
-        self.signal.acquire()
         self.answer: Answer | None = None
+        self.leads = False
+        self.signal: threading.Lock | None = None
+
+    def prepared(self) -> threading.Lock:
+        """What the thread is to wait for; called with the lock of the exchange held."""
+        if self.signal is None:
+            self.signal = threading.Lock()
+            self.signal.acquire()
+        return self.signal
 
     def wake(self) -> None:
         """Let the thread look again; called with the lock of the exchange held."""
-        if self.signal.locked():
+        if self.signal is not None and self.signal.locked():
             self.signal.release()
 
 
@@ -81,22 +92,24 @@ class Exchange:
             self._send(frame, call_id, ends_at)
             self._await(waiter, ends_at)
         finally:
-            self._leave(call_id)
+            self._leave(call_id, waiter)
         assert waiter.answer is not None, "awaited and not answered"
         return waiter.answer
 
     def tell(self, frame: Callable[[int], bytes], seconds: float) -> None:
         """Send a frame whose answer nobody waits for. Raises UnavailableError if that cannot be done in time."""
-        call_id = self._enter(_Waiter())
+        waiter = _Waiter()
+        call_id = self._enter(waiter)
         try:
             self._send(frame, call_id, time.monotonic() + seconds)
         finally:
-            self._leave(call_id)
+            self._leave(call_id, waiter)
 
     def check(self) -> None:
         """Notice whether the other side has ended the connection."""
         with suppress(UnavailableError):
-            call_id = self._enter(_Waiter())
+            waiter = _Waiter()
+            call_id = self._enter(waiter)
             try:
                 if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                     self.end()
@@ -105,7 +118,7 @@ class Exchange:
             except OSError:
                 self.end()
             finally:
-                self._leave(call_id)
+                self._leave(call_id, waiter)
 
     def end(self) -> None:
         """End the connection; idempotent. Calls under way raise UnavailableError."""
@@ -137,11 +150,13 @@ class Exchange:
             self._waiting[self._last_id] = waiter
             return self._last_id
 
-    def _leave(self, call_id: int) -> None:
+    def _leave(self, call_id: int, waiter: _Waiter) -> None:
         """End a call; who leaves lets another one read, should it have been its turn."""
         with self._lock:
             self._waiting.pop(call_id, None)
             self._users -= 1
+            if waiter.leads:
+                self._reading = False
             if self.ended and not self._users:
                 self._socket.close()
             self._pass_on()
@@ -158,18 +173,20 @@ class Exchange:
                     return
 
     def _send(self, frame: Callable[[int], bytes], call_id: int, ends_at: float) -> None:
-        if not self._send_lock.acquire(timeout=max(0.0, ends_at - time.monotonic())):
+        lock = self._send_lock
+        if not lock.acquire(blocking=False) and not lock.acquire(timeout=max(0.0, ends_at - time.monotonic())):
             raise self._late()
         try:
-            self._send_all(memoryview(frame(call_id)), ends_at)
+            self._send_all(frame(call_id), ends_at)
         finally:
-            self._send_lock.release()
+            lock.release()
 
-    def _send_all(self, unsent: memoryview, ends_at: float) -> None:
+    def _send_all(self, frame: bytes, ends_at: float) -> None:
         """Send a frame; if that breaks off nothing can follow it, and the connection ends."""
         try:
-            while unsent := unsent[self._send_some(unsent, ends_at) :]:
-                pass
+            sent_bytes = self._send_some(frame, ends_at)
+            while sent_bytes < len(frame):
+                sent_bytes += self._send_some(memoryview(frame)[sent_bytes:], ends_at)
         except TimeoutError as err:
             self.end()
             raise self._late() from err
@@ -180,7 +197,7 @@ class Exchange:
             self.end()
             raise
 
-    def _send_some(self, unsent: memoryview, ends_at: float) -> int:
+    def _send_some(self, unsent: bytes | memoryview, ends_at: float) -> int:
         """Send as much as there is room for, or wait for some. Raises TimeoutError if the time is over."""
         try:
             return self._socket.send(unsent, socket.MSG_DONTWAIT)
@@ -202,11 +219,13 @@ class Exchange:
                 if waiter.answer is not None:
                     return
                 self._check_open()
-                leads = not self._reading
-                self._reading = True
-            if leads:
+                signal = waiter.prepared() if self._reading else None
+                if signal is None:
+                    waiter.leads = self._reading = True
+            if signal is None:
                 self._read_for_all(waiter, ends_at)
-            elif not waiter.signal.acquire(timeout=max(0.0, ends_at - time.monotonic())):
+                return
+            if not signal.acquire(timeout=max(0.0, ends_at - time.monotonic())):
                 raise self._late()
 
     def _read_for_all(self, waiter: _Waiter, ends_at: float) -> None:
@@ -228,10 +247,6 @@ class Exchange:
         except KeyboardInterrupt:
             self.end()  # how much was read is not known
             raise
-        finally:
-            with self._lock:
-                self._reading = False
-                self._pass_on()
 
     def _read_some(self, flags: int) -> bool:
         """Read once and hand out what is whole; false if nothing comes before the time of the system call is over."""

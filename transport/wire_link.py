@@ -7,15 +7,16 @@ import time
 import weakref
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
 from kvstore import __version__
 from kvstore.errors import UnavailableError
+from kvstore.tokens import packed_tokens
 from kvstore.transport import convert, wire
-from kvstore.transport.frames import encode_match
 from kvstore.transport.link import Matched, OpenNamespaces, R
+from kvstore.transport.lookup_frames import LookupWriter
 from kvstore.transport.plans import SESSION
 from kvstore.transport.status import UnknownSessionError
 from kvstore.transport.wire_dial import dial
@@ -96,8 +97,8 @@ class WireLink:
     def match(self, lookup: Lookup, ends_at: float) -> Matched:
         """A lookup, without an object of protobuf on the way."""
         head = self._prompt_head(self.ns_id(lookup.namespace, ends_at), lookup.root)
-        whole, message = match_message(self._session_id, head, lookup)
-        return matched(self._body(wire.Method.Match, self._ask_by_growth(wire.Method.Match, message, whole, ends_at)))
+        request = lookup_request(self._prompts, self._session_id, head, lookup, ends_at)
+        return matched(self._body(wire.Method.Match, self._ask(request, ends_at)))
 
     def new_id(self) -> int:
         """An id that names one lease or stage of this session."""
@@ -160,7 +161,9 @@ class WireLink:
     def _ask_by_growth(
         self, method: wire.Method, message: Callable[[bytes], bytes], whole: bytes, ends_at: float
     ) -> Answer:
-        request = GrownRequest(self._prompts, method, message, whole, ends_at)
+        return self._ask(GrownRequest(self._prompts, MessageWriter(method, message), whole, ends_at), ends_at)
+
+    def _ask(self, request: GrownRequest, ends_at: float) -> Answer:
         answer = self._exchange.ask(request.first, ends_at)
         if request.is_wanted_again(answer):
             answer = self._exchange.ask(request.again, ends_at)
@@ -179,23 +182,53 @@ def session_request(address: UnixAddress | TcpAddress) -> pb.SessionRequest:
     return pb.SessionRequest(client_version=__version__, token=token)
 
 
+class FrameWriter(Protocol):
+    """Makes the frames of one request about a prompt."""
+
+    def whole(self, call_id: int, deadline_ms: int, tokens: bytes) -> bytes:
+        """The frame with all tokens."""
+        ...
+
+    def grown(self, call_id: int, deadline_ms: int, delta: wire.Delta, tail: bytes) -> bytes:
+        """The frame with those that `delta` does not stand for."""
+        ...
+
+
+class MessageWriter:
+    """A FrameWriter of any method. `message` gives the request with the tokens it is given."""
+
+    def __init__(self, method: wire.Method, message: Callable[[bytes], bytes]) -> None:
+        self._method = method
+        self._message = message
+
+    def whole(self, call_id: int, deadline_ms: int, tokens: bytes) -> bytes:
+        """The frame with all tokens."""
+        body = self._message(tokens)
+        return wire.encode_frame(wire.Kind.REQUEST, body, call_id=call_id, code=self._method, deadline_ms=deadline_ms)
+
+    def grown(self, call_id: int, deadline_ms: int, delta: wire.Delta, tail: bytes) -> bytes:
+        """The frame with those that `delta` does not stand for."""
+        return wire.encode_frame(
+            wire.Kind.REQUEST,
+            wire.encode_delta(delta) + self._message(tail),
+            call_id=call_id,
+            code=self._method,
+            flags=wire.FLAG_DELTA,
+            deadline_ms=deadline_ms,
+        )
+
+
 class GrownRequest:
     """A request about a prompt: by what is new in it, and if the server does not know the rest, by all of it.
 
-    `message` gives the request with the tokens it is given. `first` and `again` are called in the order of sending.
+    `first` and `again` are called in the order of sending.
     """
 
-    def __init__(
-        self,
-        prompts: SentPrompts,
-        method: wire.Method,
-        message: Callable[[bytes], bytes],
-        whole: bytes,
-        ends_at: float,
-    ) -> None:
+    __slots__ = ("_ends_at", "_growth", "_prompts", "_whole", "_writer")
+
+    def __init__(self, prompts: SentPrompts, writer: FrameWriter, whole: bytes, ends_at: float) -> None:
         self._prompts = prompts
-        self._method = method
-        self._message = message
+        self._writer = writer
         self._whole = whole
         self._ends_at = ends_at
         self._growth: Growth | None = None
@@ -204,8 +237,8 @@ class GrownRequest:
         """The frame to begin with."""
         self._growth = growth = self._prompts.growth(self._whole)
         if growth is None:
-            return encode_request(self._method, self._message(self._whole), call_id, self._ends_at)
-        return encode_grown_request(self._method, growth, self._message(growth.tail), call_id, self._ends_at)
+            return self._writer.whole(call_id, self._deadline_ms(), self._whole)
+        return self._writer.grown(call_id, self._deadline_ms(), growth.delta, growth.tail)
 
     def is_wanted_again(self, answer: Answer) -> bool:
         """Whether the server asks for the whole."""
@@ -215,7 +248,18 @@ class GrownRequest:
         """The frame that has all of it."""
         assert self._growth is not None, "a prompt sent whole is known"
         growth = self._prompts.whole_again(self._growth, self._whole)
-        return encode_grown_request(self._method, growth, self._message(self._whole), call_id, self._ends_at)
+        return self._writer.grown(call_id, self._deadline_ms(), growth.delta, self._whole)
+
+    def _deadline_ms(self) -> int:
+        return wire.deadline_ms_of(self._ends_at - time.monotonic())
+
+
+def lookup_request(
+    prompts: SentPrompts, session_id: bytes, prompt_head: bytes, lookup: Lookup, ends_at: float
+) -> GrownRequest:
+    """What asks `lookup` in a session, without an object of protobuf."""
+    writer = LookupWriter(session_id, prompt_head, peek=lookup.peek, request_id=lookup.request_id)
+    return GrownRequest(prompts, writer, packed_tokens(lookup.prompt), ends_at)
 
 
 def prompt_message(request: Message) -> tuple[bytes, Callable[[bytes], bytes]]:
@@ -227,16 +271,6 @@ def prompt_message(request: Message) -> tuple[bytes, Callable[[bytes], bytes]]:
         return prompt_request.SerializeToString()
 
     return prompt_request.prompt.tokens, message
-
-
-def match_message(session_id: bytes, prompt_head: bytes, lookup: Lookup) -> tuple[bytes, Callable[[bytes], bytes]]:
-    """The same of a lookup, without an object of protobuf."""
-    request_id = lookup.request_id.encode()
-
-    def message(tokens: bytes) -> bytes:
-        return encode_match(session_id, prompt_head, tokens, peek=lookup.peek, request_id=request_id)
-
-    return lookup.prompt.astype("<u4", copy=False).tobytes(), message
 
 
 def new_prompt_heads() -> Callable[[bytes, Root | None], bytes]:
@@ -274,18 +308,6 @@ def encode_request(method: wire.Method, body: bytes, call_id: int, ends_at: floa
     """The frame of a request whose caller waits until `ends_at`."""
     deadline_ms = wire.deadline_ms_of(ends_at - time.monotonic())
     return wire.encode_frame(wire.Kind.REQUEST, body, call_id=call_id, code=method, deadline_ms=deadline_ms)
-
-
-def encode_grown_request(method: wire.Method, growth: Growth, message: bytes, call_id: int, ends_at: float) -> bytes:
-    """The same, of a request whose prompt is sent by its growth."""
-    return wire.encode_frame(
-        wire.Kind.REQUEST,
-        wire.encode_delta(growth.delta) + message,
-        call_id=call_id,
-        code=method,
-        flags=wire.FLAG_DELTA,
-        deadline_ms=wire.deadline_ms_of(ends_at - time.monotonic()),
-    )
 
 
 @lru_cache(maxsize=_ANSWERS_REMEMBERED)

@@ -78,28 +78,29 @@ class PromptMemory:
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
         self._used_bytes = 0
 
-    def complete(self, delta: Delta, tail: bytes) -> bytes | None:
-        """The whole prompt, which is remembered from now on; None if its beginning is not known here.
+    def complete(self, delta: tuple[int, int, int, int], tail: bytes) -> bytes | None:
+        """The whole prompt of a Delta, which is remembered from now on; None if its beginning is not known here.
 
         Raises InvalidTokensError for a prompt longer than any may be.
         """
-        prefix_bytes = delta.prefix_tokens * TOKEN_BYTES
+        prompt_id, base_id, prefix_tokens, digest = delta
+        prefix_bytes = prefix_tokens * TOKEN_BYTES
         if prefix_bytes + len(tail) > PROMPT_TOKENS_MAX * TOKEN_BYTES:
-            tokens = delta.prefix_tokens + len(tail) // TOKEN_BYTES
+            tokens = prefix_tokens + len(tail) // TOKEN_BYTES
             raise InvalidTokensError(f"the prompt has {tokens} tokens, expected at most {PROMPT_TOKENS_MAX}")
         if not prefix_bytes:
-            self._remember(delta.prompt_id, tail)
+            self._remember(prompt_id, tail)
             return tail
-        base = self._prompts.get(delta.base_id)
-        if base is None or len(base.packed) < prefix_bytes or base.digest(prefix_bytes) != delta.digest:
+        base = self._prompts.get(base_id)
+        if base is None or len(base.packed) < prefix_bytes or base.digest(prefix_bytes) != digest:
             return None
         known = base.packed
         if not tail:
             # A prefix of what is known, such as the part that a lease is for: the longer one stays.
-            self._prompts.move_to_end(delta.base_id)
+            self._prompts.move_to_end(base_id)
             return known if len(known) == prefix_bytes else known[:prefix_bytes]
         whole = known + tail if len(known) == prefix_bytes else known[:prefix_bytes] + tail
-        self._remember(delta.prompt_id, whole)
+        self._remember(prompt_id, whole)
         return whole
 
     def clear(self) -> None:
@@ -182,7 +183,7 @@ class SentPrompts:
         for prompt_id, prompt in reversed(self._prompts.items()):
             known = prompt.packed
             if len(known) >= len(whole):
-                if known.startswith(whole):
+                if known is whole or known.startswith(whole):
                     return prompt_id, len(whole)
             elif len(known) > best_bytes and whole.startswith(known):
                 best_id, best_bytes = prompt_id, len(known)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvstore.types import BlockIds, KvLayout, Root, Slots, TokenArray
 
 _ROOTS_REMEMBERED = 4096
+_RUNS_REMEMBERED = 1024
 # Its values are uses per second of a block's room. Those of the other policies only give an order.
 _MEASURING_POLICY = "survival"
 # How much less a block of another namespace must be worth to be taken: each tree learns by itself, so its values differ
@@ -232,11 +233,11 @@ class Space:
 
     def tier_runs(self, ids: BlockIds) -> tuple[TierRun, ...]:
         """Consecutive runs by the tier of each block's best copy; see PrefixMatch.tiers."""
+        if not self.sparse.groups and self.tree.leading(ids, Tier.HOST) == ids.size:
+            return _host_runs(ids.size)
         on_host = self.tree.slots(ids, Tier.HOST) != NO_SLOT
         if self.sparse.groups:
             on_host[self.host_blocks(ids) : leading(on_host)] = False
-        if ids.size and on_host.all():
-            return (TierRun(Tier.HOST, ids.size),)
         edges = np.flatnonzero(np.diff(on_host)) + 1
         starts = [0, *edges.tolist()] if ids.size else []
         ends = [*starts[1:], ids.size]
@@ -270,7 +271,7 @@ class Space:
     def prompt_keys(self, root_key: bytes, prompt: TokenArray) -> list[bytes]:
         """Keys of all whole blocks of a prompt, the root key first. Needs no lock."""
         keys = hashing.block_keys(self._ns_key, root_key, prompt, self.layout.block_tokens)
-        return [root_key, *(row.tobytes() for row in keys)]
+        return [root_key, *hashing.split_keys(keys)]
 
     def evict(self, ids: BlockIds, tier: Tier) -> Freed:
         """Let blocks leave a tier; a last copy goes with everything below it. Held blocks are kept."""
@@ -427,7 +428,7 @@ class Space:
         self, keys: np.ndarray[tuple[int, int], np.dtype[np.uint8]], tier: Tier | None, *, last_copy: bool
     ) -> None:
         if len(keys) and not self._clearing:
-            names = tuple(row.tobytes() for row in keys)
+            names = tuple(hashing.split_keys(keys))
             self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=names, last_copy=last_copy)
 
     def _freed(self, removed: Removed) -> Freed:
@@ -436,6 +437,12 @@ class Space:
         more = is_condemned and removed.blocks > 0
         sparse = self.sparse.forget_keys(removed.dropped_keys) if self.sparse.block_count else ()
         return Freed(self, removed.blocks, removed.slots(Tier.HOST), removed.slots(Tier.DISK), more, sparse)
+
+
+@lru_cache(maxsize=_RUNS_REMEMBERED)
+def _host_runs(blocks: int) -> tuple[TierRun, ...]:
+    """The runs of a match that lies in host memory."""
+    return (TierRun(Tier.HOST, blocks),) if blocks else ()
 
 
 def _paths(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.hashing import split_keys
 from kvstore.store.match_rules import usable_blocks
 from kvstore.types import Tier
 
@@ -277,6 +278,8 @@ class SparseParts:
 
     def usable(self, ids: BlockIds, tiers: Collection[Tier] | None = None) -> BlockIds:
         """As much of a dense match as all groups allow by what they have in these tiers; None for any."""
+        if not self.groups:
+            return ids
         backs = [group.rule.blocks_back(self._block_tokens) for group in self.groups]
         if all(group.mask_in(ids[-back:], tiers).all() for group, back in zip(self.groups, backs, strict=True)):
             return ids  # nearly always, and a tenth of the work
@@ -306,12 +309,12 @@ class SparseParts:
         """Let go of what stands at blocks that left the tree, whose keys are the rows."""
         if not len(keys):
             return ()
-        names = [row.tobytes() for row in keys]
+        names = split_keys(keys)
         return tuple(freed for group in self.groups for freed in group.forget_keys(names))
 
     def cool(self, keys: NDArray[np.uint8]) -> None:
         """The blocks whose keys are the rows left host memory and are on disk still."""
-        names = [row.tobytes() for row in keys] if self.block_count else []
+        names = split_keys(keys) if self.block_count else []
         for group in self.groups:
             group.cool(names)
 

@@ -150,6 +150,9 @@ void BindTree(nb::module_& module) {
              return IdsToNumpy(tree.Slots(View(ids), tier));
            },
            "ids"_a.noconvert(), "tier"_a)
+      .def("leading",
+           [](const RadixTree& tree, const InputArray& ids, int64_t tier) { return tree.Leading(View(ids), tier); },
+           "ids"_a.noconvert(), "tier"_a)
       .def("lease", [](RadixTree& tree, const InputArray& ids) { tree.Lease(View(ids)); }, "ids"_a.noconvert())
       .def("release", [](RadixTree& tree, const InputArray& ids) { return tree.Release(View(ids)); },
            "ids"_a.noconvert())

@@ -82,6 +82,14 @@ Ids RadixTree::Slots(IdSpan ids, int64_t tier) const {
   return slots;
 }
 
+size_t RadixTree::Leading(IdSpan ids, int64_t tier) const {
+  const int index = CheckTier(tier);
+  CheckIds(ids);
+  size_t count = 0;
+  while (count < ids.size && blocks_[ids[count]].slot[index] != kNone) ++count;
+  return count;
+}
+
 void RadixTree::Lease(IdSpan ids) {
   CheckIds(ids);
   AddHolds(ids);

@@ -129,6 +129,7 @@ class RadixTree {
   // that no other prompt has in common with it; returns how many.
   uint32_t HintNextUse(uint32_t id, const Hint& hint);
   Ids Slots(IdSpan ids, int64_t tier) const;
+  size_t Leading(IdSpan ids, int64_t tier) const;  // how many of the first ones have a slot in the tier
   void Lease(IdSpan ids);
   Removed Release(IdSpan ids);
 

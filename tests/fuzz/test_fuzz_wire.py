@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvstore.errors import InvalidArgumentError, InvalidTokensError, KvstoreError, NoSpaceError, UnavailableError
 from kvstore.tokens import PROMPT_TOKENS_MAX
 from kvstore.transport import wire, wire_control, wire_link
+from kvstore.transport.convert import root_from_bytes
+from kvstore.transport.lookup_frames import read_lookup
 from kvstore.transport.wire_prompts import PROMPTS_MAX, PromptBudget, PromptMemory, prompt_digest
+from kvstore.v1 import block_pb2
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -76,6 +80,35 @@ def read_frame(header: wire.Header, body: bytes) -> None:
         assert isinstance(wire.decode_error(header.code, body, "there"), KvstoreError)
     with suppress(UnavailableError):
         wire_link.parsed(pb.MatchResponse, body, "there")
+
+
+def test_lookups_taken_in_one_pass_mean_what_protobuf_says(fuzz: Fuzz) -> None:
+    root = block_pb2.Root(salt="s" * 200, adapter="a")
+    prompt = block_pb2.Prompt(ns_id=bytes(16), root=root, tokens=PROMPT)
+    body = pb.MatchRequest(session_id=bytes(16), prompt=prompt, peek=True, request_id="r-1").SerializeToString()
+    delta = wire.encode_delta(wire.Delta(1, 2, 3, 4))
+    seeds = [
+        wire.encode_frame(wire.Kind.REQUEST, body, call_id=7, code=wire.Method.Match),
+        wire.encode_frame(wire.Kind.REQUEST, delta + body, call_id=8, code=wire.Method.Match, flags=wire.FLAG_DELTA),
+    ]
+
+    def target(raw: bytes) -> None:
+        lookup = read_lookup(raw, 0, len(raw), BODY_BYTES_MAX)
+        if lookup is None:
+            return
+        assert wire.HEADER_BYTES <= lookup.frame_bytes <= len(raw)
+        message = raw[wire.HEADER_BYTES + wire.DELTA_BYTES * lookup.is_grown : lookup.frame_bytes]
+        try:
+            request = pb.MatchRequest.FromString(message)
+        except DecodeError:
+            with suppress(InvalidArgumentError):
+                root_from_bytes(lookup.root)
+                raise AssertionError(lookup) from None  # the root is the only part left to another parser
+            return
+        expected = (request.session_id, request.prompt.ns_id, request.prompt.tokens, request.peek, request.request_id)
+        assert expected == (lookup.session_id, lookup.ns_id, lookup.tokens, lookup.peek, lookup.request_id)
+
+    fuzz.run(10_000, lambda mutator: mutator.mutated(seeds), target)
 
 
 def test_no_delta_makes_a_prompt_that_was_not_sent(fuzz: Fuzz) -> None:

@@ -247,7 +247,7 @@ def test_a_lease_can_be_released_however_busy_the_server_is(store: WatchedStore)
         busy.start()
         assert store.entered.wait(ANSWER_SECONDS)
         with pytest.raises(NoSpaceError, match="1 short calls"):
-            client.match(NAMESPACE, PROMPT)
+            client.hint_next_use(NAMESPACE, PROMPT, seconds=1)
         lease.release()
         assert store.released.is_set()
         store.go.set()

@@ -331,6 +331,9 @@ class RadixComparison(RuleBasedStateMachine):
         keys = self.tree.keys(native)
         tokens = self.tree.tokens(native)
         slots = {tier: self.tree.slots(native, tier) for tier in TIERS}
+        for tier, found in slots.items():
+            absent = np.flatnonzero(found == NO_SLOT)
+            assert (absent[0] if absent.size else len(live)) == self.tree.leading(native, tier)
         values = self.tree.values(native, 0).tolist()
         assert values == [self.tree.value_of(int(block), 0) for block in native]
         self.compare_relations(live, native)

@@ -129,3 +129,11 @@ def test_a_block_key_is_siphash_over_parent_and_tokens(tokens: list[int], parent
     flat = np.array(tokens, dtype=np.uint32)
     key = hashing.block_keys(bytes(range(16)), parent, flat, len(tokens))
     assert key.tobytes() == siphash128(bytes(range(16)), parent + flat.tobytes())
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16), max_size=5))
+def test_keys_are_split_as_they_lie(keys: list[bytes]) -> None:
+    rows = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)
+    pairs = np.stack([rows, rows[::-1]], axis=1)  # (keys, 2, 16): every other row of the memory
+    assert keys == hashing.split_keys(rows) == hashing.split_keys(pairs[:, 0])
+    assert keys[::-1] == hashing.split_keys(pairs[:, 1])

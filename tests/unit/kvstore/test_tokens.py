@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import InvalidTokensError
-from kvstore.tokens import PROMPT_TOKENS_MAX, as_token_array
+from kvstore.tokens import PROMPT_TOKENS_MAX, as_token_array, packed_tokens, unpacked_tokens
 
 torch = pytest.importorskip("torch")
 
@@ -62,3 +62,28 @@ def test_no_tokens_are_an_empty_prompt() -> None:
 def test_anything_else_is_refused(tokens: object, problem: str) -> None:
     with pytest.raises(InvalidTokensError, match=problem):
         as_token_array(tokens)
+
+
+def test_what_was_made_is_private_already_and_not_copied_again() -> None:
+    made = as_token_array([1, 2, 3])
+    assert as_token_array(made) is made
+    assert packed_tokens(made) is made.base
+    assert not made.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        unpacked_tokens(bytes(range(12)))[1:],
+        unpacked_tokens(bytes(range(12)))[::-1],
+        unpacked_tokens(bytes(range(12))).view(np.int32),
+        np.frombuffer(bytearray(range(12)), dtype=np.uint32),
+        np.ndarray((3,), dtype=np.uint32, buffer=bytes(range(12)), offset=8, strides=(-4,)),
+    ],
+    ids=["some of them", "another order", "another type", "what can change", "backwards"],
+)
+def test_other_views_are_copied(tokens: np.ndarray) -> None:
+    made = as_token_array(tokens)
+    assert made is not tokens
+    assert tokens.tolist() == made.tolist()
+    assert tokens.astype("<u4").tobytes() == packed_tokens(made) == packed_tokens(tokens.astype(np.uint32))

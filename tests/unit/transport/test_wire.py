@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvstore import errors
 from kvstore.errors import KvstoreError, NoSpaceError
 from kvstore.transport import wire
-from kvstore.transport.frames import encode_match, encode_matched
+from kvstore.transport.frames import encode_matched
+from kvstore.transport.lookup_frames import LookupWriter
 from kvstore.transport.status import UnknownSessionError
 from kvstore.transport.wire import Delta, Kind, Lane, Method, Verdict, WireFormatError
 from kvstore.types import PLAIN_ROOT, KvLayout, Namespace, PrefixMatch, Tier, TierRun
@@ -32,9 +33,7 @@ HELLO = wire.decode_client_hello(wire.encode_client_hello(Lane.CONTROL))
 NAMESPACE = Namespace(model="m", revision="r", layout=KvLayout(layers=1, kv_heads=1, head_dim=1, dtype="int8"))
 
 
-def match_request(tokens: bytes) -> bytes:
-    head = block_pb2.Prompt(ns_id=NS_ID).SerializeToString()
-    return encode_match(SESSION_ID, head, tokens, peek=False, request_id=b"")
+LOOKUP = LookupWriter(SESSION_ID, block_pb2.Prompt(ns_id=NS_ID).SerializeToString(), peek=False, request_id="")
 
 
 def matched(blocks: int, *runs: TierRun) -> PrefixMatch:
@@ -46,14 +45,8 @@ MADE = {
     "client hello, bulk": wire.encode_client_hello(Lane.BULK, SESSION_ID),
     "server hello, welcome": wire.encode_server_hello(Verdict.OK, HELLO, 4194304),
     "server hello, version": wire.encode_server_hello(Verdict.VERSION, HELLO, 4194304),
-    "match": wire.encode_frame(
-        Kind.REQUEST, match_request(TOKENS), call_id=7, code=Method.Match, deadline_ms=wire.deadline_ms_of(5)
-    ),
-    "match by growth": wire.encode_frame(
-        Kind.REQUEST,
-        wire.encode_delta(Delta(2, 1, 2, 0x0389E2C8892D5450)) + match_request(TOKENS[8:]),
-        call_id=8, code=Method.Match, flags=wire.FLAG_DELTA, deadline_ms=5000,
-    ),
+    "match": LOOKUP.whole(7, wire.deadline_ms_of(5), TOKENS),
+    "match by growth": LOOKUP.grown(8, 5000, Delta(2, 1, 2, 0x0389E2C8892D5450), TOKENS[8:]),
     "matched": wire.encode_frame(Kind.RESPONSE, encode_matched(matched(1, TierRun(Tier.HOST, 1))), call_id=7),
     "prefetch": wire.encode_frame(
         Kind.REQUEST,
@@ -195,26 +188,6 @@ def test_a_body_too_short_for_a_delta_is_refused():
 @pytest.mark.parametrize(("seconds", "expected"), [(5.0, 5000), (0.0001, 1), (1e9, 2**32 - 1)])
 def test_a_deadline_is_never_none(seconds: float, expected: int):
     assert expected == wire.deadline_ms_of(seconds)
-
-
-@given(
-    st.binary(max_size=300).filter(lambda raw: len(raw) % 4 == 0),
-    st.booleans(),
-    st.text(max_size=200),
-    st.sampled_from([None, block_pb2.Root(salt="s" * 200), block_pb2.Root(adapter="")]),
-)
-def test_a_lookup_made_by_hand_is_what_protobuf_reads(
-    tokens: bytes, peek: bool, request_id: str, root: block_pb2.Root | None
-):
-    head = block_pb2.Prompt(ns_id=NS_ID, root=root).SerializeToString()
-    raw = encode_match(SESSION_ID, head, tokens, peek=peek, request_id=request_id.encode())
-    expected = pb.MatchRequest(
-        session_id=SESSION_ID,
-        prompt=block_pb2.Prompt(ns_id=NS_ID, root=root, tokens=tokens),
-        peek=peek,
-        request_id=request_id,
-    )
-    assert expected == pb.MatchRequest.FromString(raw)
 
 
 @given(
