@@ -13,6 +13,7 @@ from kvstore.errors import UnavailableError
 from kvstore.transport import wire
 from kvstore.transport.address import UnixAddress
 from kvstore.transport.aio_exchange import AsyncExchange
+from kvstore.transport.arena import Arena
 from kvstore.transport.connection import Connection
 from kvstore.transport.link import OPEN_NAMESPACE, Matched, OpenNamespaces, R, open_request
 from kvstore.transport.plans import SESSION
@@ -29,6 +30,7 @@ from kvstore.transport.wire_link import (
     new_prompt_heads,
     parsed,
     prompt_message,
+    rest_of,
     session_request,
 )
 from kvstore.transport.wire_pool import CONNECTIONS_MAX, BulkPool, Grip
@@ -193,6 +195,7 @@ class WireAsyncLink:
         self._prompt_head = new_prompt_heads()
         self._prompts = SentPrompts(0)
         self._pool = BulkPool(address, b"")
+        self.arena = Arena(address, b"")
 
     async def open(self, prompt_bytes: int, ends_at: float) -> None:
         """Open the session; the first call."""
@@ -200,6 +203,7 @@ class WireAsyncLink:
         request = await self._threads.short(partial(session_request, self._address))
         self.session = await self.call(SESSION, request, ends_at)
         self._pool = BulkPool(self._address, self.session.session_id)
+        self.arena = Arena(self._address, self.session.session_id)
 
     @property
     def ended(self) -> bool:
@@ -210,10 +214,13 @@ class WireAsyncLink:
         """End the session; idempotent. Calls under way fail."""
         self._exchange.end()
         self._pool.end()
+        self.arena.end()
 
     async def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
         method = wire.Method[rpc.method]
+        if isinstance(request, pb.ReleaseRequest):
+            self.arena.end_lease(request.lease_id)
         if method in wire.PROMPT_METHODS:
             whole, message = prompt_message(request)
             answer = await self._ask_by_growth(method, message, whole, ends_at)
@@ -234,14 +241,21 @@ class WireAsyncLink:
         )
 
     async def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
-        """Receive leased blocks straight into the flat `target`, in a thread."""
+        """As WireLink.load, in a thread."""
         grip = Grip()
-        load = partial(self._pool.load, request, target.data, ends_at, grip)
-        answer, filled_bytes = await self._transfer(load, grip, ends_at)
+        return await self._transfer(partial(self._load, request, target, ends_at, grip), grip, ends_at)
+
+    def _load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float, grip: Grip) -> int:
+        copied = self.arena.load(request, target, ends_at)
+        if copied == request.blocks:
+            return copied
+        row_bytes = target.size // request.blocks
+        request, target = rest_of(request, target, copied)
+        answer, filled_bytes = self._pool.load(request, target.data, ends_at, grip)
         blocks = parsed(pb.LoadResponse, answer, self._peer).summary.blocks
-        if filled_bytes != blocks * (target.size // request.blocks):
+        if filled_bytes != blocks * row_bytes:
             raise UnavailableError(f"{self._peer} ended a load without all of its bytes")
-        return blocks
+        return copied + blocks
 
     async def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send the flat `source`, in a thread."""

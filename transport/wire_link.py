@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from kvstore import __version__
 from kvstore.errors import UnavailableError
 from kvstore.transport import convert, wire
+from kvstore.transport.arena import Arena
 from kvstore.transport.frames import encode_match
 from kvstore.transport.link import Matched, OpenNamespaces, R
 from kvstore.transport.plans import SESSION
@@ -28,6 +29,7 @@ from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from google.protobuf.message import Message
@@ -66,6 +68,7 @@ class WireLink:
         self._session_id = self.session.session_id
         self._prompt_head = new_prompt_heads()
         self._pool = BulkPool(address, self._session_id)
+        self.arena = Arena(address, self._session_id)
         _links.add(self)
 
     @property
@@ -77,10 +80,13 @@ class WireLink:
         """End the session; idempotent. Calls under way in other threads fail."""
         self._exchange.end()
         self._pool.end()
+        self.arena.end()
 
     def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
         method = wire.Method[rpc.method]
+        if isinstance(request, pb.ReleaseRequest):
+            self.arena.end_lease(request.lease_id)
         if method in wire.PROMPT_METHODS:
             whole, message = prompt_message(request)
             answer = self._ask_by_growth(method, message, whole, ends_at)
@@ -116,8 +122,15 @@ class WireLink:
             self.close()
 
     def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
-        """Receive leased blocks straight into the flat `target`; returns how many leading blocks are right."""
+        """Copy leased blocks into the flat `target` from where they lie, or have them sent straight there.
+
+        Returns how many leading blocks are right.
+        """
+        copied = self.arena.load(request, target, ends_at)
+        if copied == request.blocks:
+            return copied
         row_bytes = target.size // request.blocks
+        request, target = rest_of(request, target, copied)
         try:
             answer, filled_bytes = self._pool.load(request, target.data, ends_at)
         except UnavailableError:
@@ -126,7 +139,11 @@ class WireLink:
         summary = parsed(pb.LoadResponse, answer, self._address).summary
         if filled_bytes != summary.blocks * row_bytes:
             raise UnavailableError(f"{self._address} ended a load without all of its bytes")
-        return summary.blocks
+        return copied + summary.blocks
+
+    def lend(self, request: pb.LoadRequest, ends_at: float) -> AbstractContextManager[list[NDArray[np.uint8]]]:
+        """The bytes of leading blocks in place; see RemoteLease.lend."""
+        return self.arena.lend(request, ends_at)
 
     def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send the flat `source` to a stage; returns how many rows were taken."""
@@ -145,6 +162,7 @@ class WireLink:
         """In the child of a fork: the session stays the parent's, and is over here."""
         self._exchange.forget()
         self._pool.forget()
+        self.arena.forget()
 
     def _body(self, method: wire.Method, answer: Answer) -> bytes:
         try:
@@ -167,6 +185,19 @@ class WireLink:
         self._exchange.check()
         if self._exchange.ended:
             self._pool.end()
+
+
+def rest_of(
+    request: pb.LoadRequest, target: NDArray[np.uint8], copied: int
+) -> tuple[pb.LoadRequest, NDArray[np.uint8]]:
+    """What is left of a load of which `copied` leading blocks are there."""
+    if not copied:
+        return request, target
+    rest = pb.LoadRequest()
+    rest.CopyFrom(request)
+    rest.from_block += copied
+    rest.blocks -= copied
+    return rest, target[copied * (target.size // request.blocks) :]
 
 
 def session_request(address: UnixAddress | TcpAddress) -> pb.SessionRequest:
