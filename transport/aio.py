@@ -22,7 +22,7 @@ from kvstore.transport.breaker import GuardedServer
 from kvstore.transport.client import ServerStatus, event_step_seconds, prefetch_step_seconds
 from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import PROBE_SECONDS, open_link
-from kvstore.transport.link import Lookup, Wait, flat_deadlines
+from kvstore.transport.link import ArenaStatus, Lookup, Wait, flat_deadlines
 from kvstore.types import PLAIN_ROOT, PrefixMatch, require_seconds, require_tiers
 
 if TYPE_CHECKING:
@@ -69,6 +69,11 @@ class AsyncKeeper:
     def breaker(self) -> BreakerStatus:
         """State of the breaker."""
         return self._guard.breaker.status
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether the link reads blocks where they lie."""
+        return ArenaStatus() if self._link is None else self._link.arena
 
     async def run(
         self,
@@ -181,6 +186,11 @@ class AsyncClient:
     def breaker(self) -> BreakerStatus:
         """Whether the server is asked at all, and why not."""
         return self._keeper.breaker
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie in the memory of a server on the same host, and why not."""
+        return self._keeper.arena
 
     def within(self, seconds: float) -> AsyncClient:
         """This client with another deadline for all its calls; it shares the connection."""

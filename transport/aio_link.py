@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress
-    from kvstore.transport.link import Link, Lookup, Rpc
+    from kvstore.transport.link import ArenaStatus, Link, Lookup, Rpc
     from kvstore.transport.wire_exchange import Answer
     from kvstore.types import Namespace
 
@@ -170,6 +170,11 @@ class AsyncLink(Protocol):
         """The id of a namespace."""
         ...
 
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
+        ...
+
     def new_id(self) -> int:
         """An id that names one lease or stage of this session."""
         ...
@@ -195,7 +200,7 @@ class WireAsyncLink:
         self._prompt_head = new_prompt_heads()
         self._prompts = SentPrompts(0)
         self._pool = BulkPool(address, b"")
-        self.arena = Arena(address, b"")
+        self._arena = Arena(address, b"")
 
     async def open(self, prompt_bytes: int, ends_at: float) -> None:
         """Open the session; the first call."""
@@ -203,7 +208,7 @@ class WireAsyncLink:
         request = await self._threads.short(partial(session_request, self._address))
         self.session = await self.call(SESSION, request, ends_at)
         self._pool = BulkPool(self._address, self.session.session_id)
-        self.arena = Arena(self._address, self.session.session_id)
+        self._arena = Arena(self._address, self.session.session_id)
 
     @property
     def ended(self) -> bool:
@@ -214,13 +219,18 @@ class WireAsyncLink:
         """End the session; idempotent. Calls under way fail."""
         self._exchange.end()
         self._pool.end()
-        self.arena.end()
+        self._arena.end()
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
+        return self._arena.status
 
     async def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
         method = wire.Method[rpc.method]
         if isinstance(request, pb.ReleaseRequest):
-            self.arena.end_lease(request.lease_id)
+            self._arena.end_lease(request.lease_id)
         if method in wire.PROMPT_METHODS:
             whole, message = prompt_message(request)
             answer = await self._ask_by_growth(method, message, whole, ends_at)
@@ -246,7 +256,7 @@ class WireAsyncLink:
         return await self._transfer(partial(self._load, request, target, ends_at, grip), grip, ends_at)
 
     def _load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float, grip: Grip) -> int:
-        copied = self.arena.load(request, target, ends_at)
+        copied = self._arena.load(request, target, ends_at)
         if copied == request.blocks:
             return copied
         row_bytes = target.size // request.blocks
@@ -319,6 +329,11 @@ class ThreadedLink:
     def ended(self) -> bool:
         """Whether the session is over."""
         return self._connection.ended
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
+        return self._connection.arena
 
     def close(self) -> None:
         """End the session; idempotent."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KvstoreError, UnavailableError
@@ -21,6 +20,7 @@ from kvstore.transport import arena_frames as frames
 from kvstore.transport import wire
 from kvstore.transport.address import UnixAddress
 from kvstore.transport.arena_memory import Mapping, Reader, close_all, map_board, receive_frame
+from kvstore.transport.link import ArenaStatus
 from kvstore.transport.wire_dial import NoFastLaneError, dial
 
 if TYPE_CHECKING:
@@ -43,17 +43,6 @@ _SYNC_SECONDS = 1.0
 _RETRY_SECONDS = 5.0
 _LEASES_MAX = 1024
 _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaStatus:
-    """Whether blocks are read in place: `off` says why not, and is empty before the first load and while they are."""
-
-    off: str
-    extents: int
-    mapped_bytes: int
-    loaded_bytes: int
-    fallbacks: int
 
 
 class _Leased:
@@ -115,8 +104,8 @@ class Arena:
         return blocks
 
     @contextmanager
-    def lend(self, request: pb.LoadRequest, ends_at: float) -> Iterator[list[Bytes1D]]:
-        """The bytes of leading blocks in place, none where they cannot be; see RemoteLease.lend."""
+    def read_in_place(self, request: pb.LoadRequest, ends_at: float) -> Iterator[list[Bytes1D]]:
+        """The bytes of leading blocks in place, none where they cannot be; see RemoteLease.read_in_place."""
         part = request.part if request.HasField("part") else None
         leased = self._leased(request.lease_id, request.from_block + request.blocks, part, ends_at)
         parts = None if leased is None else leased.reader.parts(part)

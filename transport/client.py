@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.events import EventPage
     from kvstore.tokens import Tokens
     from kvstore.transport.breaker import BreakerStatus
-    from kvstore.transport.link import Link
+    from kvstore.transport.link import ArenaStatus, Link
     from kvstore.transport.plans import Plan
     from kvstore.types import Namespace, Pin, Root, ScrubPage, StoreStats, Tier, Verification
 
@@ -62,6 +62,11 @@ class Client:
     def breaker(self) -> BreakerStatus:
         """Whether the server is asked at all, and why not."""
         return self._keeper.breaker
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie in the memory of a server on the same host, and why not."""
+        return self._keeper.arena
 
     def within(self, seconds: float) -> Client:
         """This client with another deadline for all its calls, and those of leases and stages that it opens.

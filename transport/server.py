@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import KvStore
     from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.arena_service import ArenaUse
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
     from kvstore.transport.listen import PortServer
     from kvstore.transport.security import Security
@@ -190,6 +191,11 @@ class TransportServer:
     def resent_prompts(self) -> int:
         """Prompts that a client of the fast lane had to send whole since their beginning was not known here."""
         return self._lane.resent_prompts
+
+    @property
+    def arena_use(self) -> ArenaUse:
+        """What processes on this host map of host memory."""
+        return self._lane.arena_use
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let open ones run for `grace_seconds`, end all sessions. Idempotent."""

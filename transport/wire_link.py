@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.address import TcpAddress, UnixAddress
-    from kvstore.transport.link import Lookup, Rpc
+    from kvstore.transport.link import ArenaStatus, Lookup, Rpc
     from kvstore.types import Namespace, Root
 
 P = TypeVar("P", bound="Message")
@@ -68,7 +68,7 @@ class WireLink:
         self._session_id = self.session.session_id
         self._prompt_head = new_prompt_heads()
         self._pool = BulkPool(address, self._session_id)
-        self.arena = Arena(address, self._session_id)
+        self._arena = Arena(address, self._session_id)
         _links.add(self)
 
     @property
@@ -80,13 +80,13 @@ class WireLink:
         """End the session; idempotent. Calls under way in other threads fail."""
         self._exchange.end()
         self._pool.end()
-        self.arena.end()
+        self._arena.end()
 
     def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
         method = wire.Method[rpc.method]
         if isinstance(request, pb.ReleaseRequest):
-            self.arena.end_lease(request.lease_id)
+            self._arena.end_lease(request.lease_id)
         if method in wire.PROMPT_METHODS:
             whole, message = prompt_message(request)
             answer = self._ask_by_growth(method, message, whole, ends_at)
@@ -126,7 +126,7 @@ class WireLink:
 
         Returns how many leading blocks are right.
         """
-        copied = self.arena.load(request, target, ends_at)
+        copied = self._arena.load(request, target, ends_at)
         if copied == request.blocks:
             return copied
         row_bytes = target.size // request.blocks
@@ -141,9 +141,14 @@ class WireLink:
             raise UnavailableError(f"{self._address} ended a load without all of its bytes")
         return copied + summary.blocks
 
-    def lend(self, request: pb.LoadRequest, ends_at: float) -> AbstractContextManager[list[NDArray[np.uint8]]]:
-        """The bytes of leading blocks in place; see RemoteLease.lend."""
-        return self.arena.lend(request, ends_at)
+    def read_in_place(self, request: pb.LoadRequest, ends_at: float) -> AbstractContextManager[list[NDArray[np.uint8]]]:
+        """The bytes of leading blocks where they lie, while the block runs; none where that cannot be."""
+        return self._arena.read_in_place(request, ends_at)
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
+        return self._arena.status
 
     def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send the flat `source` to a stage; returns how many rows were taken."""
@@ -162,7 +167,7 @@ class WireLink:
         """In the child of a fork: the session stays the parent's, and is over here."""
         self._exchange.forget()
         self._pool.forget()
-        self.arena.forget()
+        self._arena.forget()
 
     def _body(self, method: wire.Method, answer: Answer) -> bytes:
         try:

@@ -107,7 +107,7 @@ def test_a_server_takes_clients_whose_versions_meet_its_own_and_names_its_own_to
 
 
 def test_a_lane_that_is_not_there_is_refused():
-    raw = struct.pack("<8sHHB3x16s", wire.MAGIC, 1, 1, 3, bytes(16))
+    raw = struct.pack("<8sHHB3x16s", wire.MAGIC, 1, 1, 4, bytes(16))
     assert Verdict.VERSION is wire.answer_hello(wire.decode_client_hello(raw))
 
 
