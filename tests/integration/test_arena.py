@@ -262,9 +262,12 @@ def test_a_lease_that_ends_during_a_read_in_place_is_an_error(store: Store, clie
     store_prompt(client, OURS, PROMPT)
     lease = leased(client)
     load(lease)
-    with pytest.raises(UnavailableError, match="ended"), lease.read_in_place():
-        for held in tuple(store._leases):
-            held.release()
+    reading = lease.read_in_place()
+    assert reading.__enter__()
+    for held in tuple(store._leases):
+        held.release()
+    with pytest.raises(UnavailableError, match="ended"):
+        reading.__exit__(None, None, None)
     with lease.read_in_place() as pieces:
         assert [] == pieces
 
