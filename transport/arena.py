@@ -195,10 +195,9 @@ class Arena:
             is_off = bool(self._off)
             if not is_off:
                 self._line = line
-        if is_off:
+        if is_off or not line.start():
             line.close_if_idle()
-            raise UnavailableError("the session is over")
-        line.start()
+            raise NoFastLaneError("the session is over" if is_off else "no thread is to be had")
         return line
 
     def _ask(self, line: _Line, lease_id: int, part: int | None, ends_at: float) -> _Leased | None:
@@ -263,9 +262,13 @@ class _Line:
             connected.close()
             raise
 
-    def start(self) -> None:
-        """Begin to listen."""
-        threading.Thread(target=self._listen, name="kvstore-arena", daemon=True).start()
+    def start(self) -> bool:
+        """Begin to listen; false where no thread is to be had."""
+        try:
+            threading.Thread(target=self._listen, name="kvstore-arena", daemon=True).start()
+        except RuntimeError:
+            return False
+        return True
 
     def place(self, lease_id: int, part: int | None, ends_at: float) -> frames.Placed:
         """Where a lease lies; what is to be mapped for that is mapped, and handed out by `take_new`."""

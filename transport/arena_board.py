@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.tiers._core import _copy
 from kvstore.transport.arena_frames import WORD_BYTES
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Board:
         try:
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, nbytes)
-            self._words: Words = np.frombuffer(mmap.mmap(self._fd, nbytes), dtype=np.uint64)
+            self._words: Words = _copy.map_shared(self._fd, nbytes, mmap.PAGESIZE).view(np.uint64)
             for seal in _SEALS:
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seal)
         except OSError:
@@ -43,9 +44,12 @@ class Board:
             raise
         self._free = list(range(word_count - 1, -1, -1))
 
-    def open_read_only(self) -> int:
-        """A descriptor to send. Raises OSError."""
-        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def take_read_only(self) -> int:
+        """A descriptor to send, once; the board keeps none. Raises OSError."""
+        try:
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(self._fd)
 
     def take(self, lease_id: int) -> int | None:
         """Write a lease onto the board; None where every word is taken."""
@@ -62,7 +66,3 @@ class Board:
     def give_back(self, word: int) -> None:
         """Let another lease have a word that is clear."""
         self._free.append(word)
-
-    def close(self) -> None:
-        """Give the descriptor back. The words stay for leases that end later."""
-        os.close(self._fd)

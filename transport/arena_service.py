@@ -149,14 +149,12 @@ class ArenaConnection:
         for one in lent:
             one.hold.release()
         os.close(self._bell)
-        if self._board is not None:
-            self._board.close()
         self._process.close()
         self._socket.close()
 
     async def _answer_all(self) -> None:
         self._board = board = Board(min(self._lane.state.limits.leases_per_session, _WORDS_MAX))
-        shown = board.open_read_only()
+        shown = board.take_read_only()
         try:
             await self._send(frames.encode_board(board.word_count), [shown, self._bell])
         finally:

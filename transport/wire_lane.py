@@ -183,7 +183,8 @@ class WireLane:
             session = self.state.sessions.find(hello.session_id)
             if session is None or session.origin != origin:
                 return wire.Verdict.SESSION
-        if hello.lane == wire.Lane.ARENA and hello.session_id in self._arenas:
+        is_full = hello.session_id in self._arenas or len(self._mapping) >= self.state.limits.arena_clients
+        if hello.lane == wire.Lane.ARENA and is_full:
             return wire.Verdict.FULL
         bulks = len(self._bulks.get(hello.session_id, ()))
         if hello.lane == wire.Lane.BULK and bulks >= self.state.limits.bulk_connections_per_session:

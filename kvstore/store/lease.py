@@ -170,10 +170,6 @@ class StoreLease:
     ) -> None:
         self.release()
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise ClosedError("the lease has ended: it was released, its time was over, or the store is closed")
-
     def _load(self, ids: BlockIds, rows: NDArray[np.uint8], part: int | None) -> int:
         """Load run by run, each from its tier; stops at the first block that is not right."""
         done = 0

@@ -25,6 +25,7 @@ from kvstore.transport import arena_frames as frames
 from kvstore.transport import wire
 from kvstore.transport.arena_memory import close_all, receive_frame
 from kvstore.transport.convert import namespace_to_proto, prompt_to_proto
+from kvstore.transport.limits import ServiceLimits
 from kvstore.transport.wire import Kind, Lane, Method, Verdict
 from kvstore.types import Namespace
 from kvstore.v1 import cache_service_pb2 as pb
@@ -191,6 +192,15 @@ def test_a_session_has_one_arena_and_an_unknown_one_none(served: ServedStore, st
         refused, verdict = dialled(served.addresses[0], Lane.ARENA, session_id)
         assert expected is verdict
         refused.close()
+
+
+def test_no_more_clients_than_the_limit_map_memory_and_the_others_load_all_the_same(store: Store, tmp_path: Path):
+    with ServedStore(store, [f"unix://{tmp_path}/full"], limits=ServiceLimits(arena_clients=1)) as served:
+        first = Stranger(served.addresses[0])
+        with kvstore.connect(served.addresses[0]) as client:
+            assert BLOCKS == verified_blocks(client, THEIRS, PROMPT)
+            assert (0, "") == (client.arena.loaded_bytes, client.arena.off)
+        first.close()
 
 
 def test_there_is_no_arena_without_a_unix_socket(served: ServedStore, stranger: Stranger):

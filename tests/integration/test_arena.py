@@ -10,16 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import UnavailableError
+from kvstore.errors import ClosedError, UnavailableError
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.serving import ServedStore
+from kvstore.transport.arena_memory import Reader
 from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ for line in sys.stdin:
 SERVER_PROGRAM = """
 import sys, kvstore
 from kvstore.testing.serving import ServedStore
+from kvstore.transport.arena_memory import Reader
 with kvstore.open(None, host_bytes=1 << 24) as store, ServedStore(store, [sys.argv[1]]) as served:
     print(served.addresses[0], flush=True)
     sys.stdin.read()
@@ -270,6 +272,26 @@ def test_a_lease_that_ends_during_a_read_in_place_is_an_error(store: Store, clie
         reading.__exit__(None, None, None)
     with lease.read_in_place() as pieces:
         assert [] == pieces
+
+
+def test_a_lease_that_ends_during_a_copy_loads_nothing(
+    store: Store, client: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+):
+    store_prompt(client, OURS, PROMPT)
+    lease = leased(client)
+    load(lease)
+    copy = Reader.copy
+
+    def copied_too_late(reader: Reader, *arguments: Any) -> None:
+        copy(reader, *arguments)
+        for held in tuple(store._leases):
+            held.release()
+
+    monkeypatch.setattr(Reader, "copy", copied_too_late)
+    before = client.arena.loaded_bytes
+    with pytest.raises(ClosedError):
+        lease.load_into(np.zeros((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8))
+    assert before == client.arena.loaded_bytes
 
 
 @pytest.mark.kill

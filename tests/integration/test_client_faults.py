@@ -28,6 +28,7 @@ from kvstore.transport.breaker import BreakerState
 from kvstore.transport.client import Client
 from kvstore.transport.link import flat_deadlines
 from kvstore.transport.remote import RemoteLease, RemoteStage
+from kvstore.transport.wire_link import WireLink
 from kvstore.types import Namespace
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ CALLS: dict[str, Callable[[Held], object]] = {
     "Client.status": lambda held: held.client.status(),
     "Client.within": lambda held: held.client.within(DEADLINE_SECONDS).match(NAMESPACE, np.arange(2**20)),
     "Lease.load_into": lambda held: held.lease.load_into(bytearray(BLOCKS * LAYOUT.block_bytes)),
+    "Lease.read_in_place": lambda held: held.lease.read_in_place().__enter__(),
     "Lease.release": lambda held: held.lease.release(),
     "Lease.__exit__": lambda held: held.lease.__exit__(None, None, None),
     "Stage.wanted": lambda held: held.stage.wanted(0),
@@ -95,6 +97,7 @@ CALLS: dict[str, Callable[[Held], object]] = {
 }
 # Those that end something raise nothing, since it has ended either way, and what is wanted was told with the stage.
 QUIET = {"KvStore.close", "KvStore.__exit__", "Lease.release", "Lease.__exit__", "Stage.wanted", "Stage.abort"}
+QUIET.add("Lease.read_in_place")  # which shows nothing then
 
 
 def methods_of(kind: type, name: str) -> set[str]:
@@ -217,6 +220,9 @@ def prepare(address: str) -> Held:
     staged = [next(FIRST_TOKENS), *PROMPT]  # its own, since only one stores a prompt at a time
     lease, stage = client.lease(match), client.stage(NAMESPACE, staged)
     lease.load_into(bytearray(LAYOUT.block_bytes))
+    if isinstance(lease._held.link, WireLink):
+        # Whose places are known is read without the server, so let them be asked for again.
+        lease._held.link._arena.end_lease(lease._lease_id)
     client._deadlines = flat_deadlines(DEADLINE_SECONDS)
     for held in (lease, stage):
         held._held._deadlines = client._deadlines

@@ -119,16 +119,15 @@ def test_memory_that_could_shrink_is_not_mapped():
         map_read_only(fd, 4096)
     os.close(fd)
     board = Board(8)
-    shown = board.open_read_only()
+    shown = board.take_read_only()
     with pytest.raises(WireFormatError, match="4096 bytes"):
         map_read_only(shown, 4097)
     os.close(shown)
-    board.close()
 
 
 def test_a_board_shows_leases_until_they_end():
     board = Board(2)
-    shown = board.open_read_only()
+    shown = board.take_read_only()
     words = map_board(shown, board.word_count)
     os.close(shown)
     first, second = board.take(2**63), board.take(7)
@@ -141,18 +140,16 @@ def test_a_board_shows_leases_until_they_end():
     board.give_back(first)
     assert first == board.take(9)
     assert not words.flags.writeable
-    board.close()
 
 
 def test_nobody_writes_to_a_board_by_its_descriptor():
     board = Board(2)
-    shown = board.open_read_only()
+    shown = board.take_read_only()
     again = os.open(f"/proc/self/fd/{shown}", os.O_RDWR)
     with pytest.raises(PermissionError):
         os.pwrite(again, b"x", 0)
     for fd in (again, shown):
         os.close(fd)
-    board.close()
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["by the socket", "by number"])
