@@ -52,9 +52,8 @@ class Turns:
         while time.perf_counter() < until:
             for name, call in self._calls.items():
                 cpu, start = cpu_seconds(self._pid), time.perf_counter()
-                for _ in range(4):
-                    call()
-                self.seconds[name].append((time.perf_counter() - start) / 4)
+                call()
+                self.seconds[name].append(time.perf_counter() - start)
                 self.cpu[name] += cpu_seconds(self._pid) - cpu
 
     def rows(self, block_bytes: int) -> list[dict[str, object]]:
@@ -66,7 +65,7 @@ class Turns:
                 "block_bytes": block_bytes,
                 "gb_per_s": round(LOAD_BYTES / statistics.median(times) / 1e9, 2),
                 "memcpy_ratio": round(floor / statistics.median(times), 2),
-                "cpu_s_per_gb": round(self.cpu[name] / (4 * len(times) * LOAD_BYTES / 1e9), 2),
+                "cpu_s_per_gb": round(self.cpu[name] / (len(times) * LOAD_BYTES / 1e9), 2),
                 "turns": len(times),
             }
             for name, times in self.seconds.items()
