@@ -262,6 +262,28 @@ def test_other_bytes_end_the_connection_and_nothing_else(store: Store, served: S
     wait_until(lambda: (0, 0) == (store.host_memory().held_extents, served.server.arena_use.clients))
 
 
+def test_who_keeps_memory_when_its_session_is_over_is_counted_until_it_lets_go(
+    store: Store, served: ServedStore, stranger: Stranger
+):
+    stranger.lease(THEIRS)
+    close_all(stranger.ask(frames.encode_place(5, LEASE, None))[0])
+    assert 0 == served.server.arena_use.quarantined_bytes
+    stranger.control.close()
+    wait_until(lambda: served.server.arena_use.quarantined_bytes > 0)
+    assert (0, 1) == (store.stats().leases, store.host_memory().held_extents)
+    stranger.arena.sendall(frames.encode_sync(6, [1]))
+    wait_until(lambda: (0, 0) == (store.host_memory().held_extents, served.server.arena_use.quarantined_bytes))
+
+
+def test_a_closed_connection_of_a_living_process_frees_nothing(store: Store, served: ServedStore, stranger: Stranger):
+    stranger.lease(THEIRS)
+    close_all(stranger.ask(frames.encode_place(5, LEASE, None))[0])
+    stranger.control.close()
+    stranger.arena.close()
+    wait_until(lambda: served.server.arena_use.quarantined_bytes > 0)
+    assert 1 == store.host_memory().held_extents
+
+
 def test_descriptors_that_a_client_sends_are_not_kept(served: ServedStore, stranger: Stranger):
     before = len(os.listdir("/proc/self/fd"))
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stranger.bell] * 100))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from kvstore.errors import ClosedError, UnavailableError
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.serving import ServedStore
+from kvstore.tiers.extent import ExtentHold
+from kvstore.transport import arena_frames
 from kvstore.transport.arena_memory import Reader
 from kvstore.types import KvLayout, Namespace
 
@@ -60,6 +63,8 @@ for line in sys.stdin:
 SERVER_PROGRAM = """
 import sys, kvstore
 from kvstore.testing.serving import ServedStore
+from kvstore.tiers.extent import ExtentHold
+from kvstore.transport import arena_frames
 from kvstore.transport.arena_memory import Reader
 with kvstore.open(None, host_bytes=1 << 24) as store, ServedStore(store, [sys.argv[1]]) as served:
     print(served.addresses[0], flush=True)
@@ -206,6 +211,37 @@ def test_blocks_that_lie_on_disk_alone_come_behind_those_in_memory(tmp_path: Pat
             assert 20 == verified_blocks(client, OURS, prompt)
         assert 0 < client.arena.loaded_bytes < 120 * LAYOUT.block_bytes
         assert client.arena.fallbacks
+
+
+def spanning(client: kvstore.Client) -> np.ndarray:
+    """Store and load a prompt that takes up all four extents."""
+    prompt = list(range(HOST_BYTES // LAYOUT.block_bytes * LAYOUT.block_tokens))
+    store_prompt(client, OURS, prompt)
+    with leased(client, prompt) as lease:
+        np.testing.assert_array_equal(expected_rows(OURS, prompt), load(lease))
+        return load(lease)
+
+
+def test_descriptors_come_in_as_many_messages_as_it_takes(client: kvstore.Client, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arena_frames, "DESCRIPTORS_MAX", 3)
+    rows = spanning(client)
+    assert (2 * rows.nbytes, 0, 4) == (client.arena.loaded_bytes, client.arena.fallbacks, client.arena.extents)
+
+
+def test_what_lies_beyond_the_most_that_a_client_maps_is_sent(client: kvstore.Client, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arena_frames, "MAPPINGS_MAX", 2)
+    rows = spanning(client)
+    assert (rows.nbytes, 2, 2) == (client.arena.loaded_bytes, client.arena.fallbacks, client.arena.extents)
+
+
+def test_without_descriptors_to_spare_bytes_travel(client: kvstore.Client, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(ExtentHold, "open_read_only", refuse)
+    store_prompt(client, OURS, PROMPT)
+    assert BLOCKS == verified_blocks(client, OURS, PROMPT)
+    assert ("", 0, 1) == (client.arena.off, client.arena.loaded_bytes, client.arena.fallbacks)
 
 
 def test_an_event_loop_reads_in_place_too(client: kvstore.Client, served: ServedStore):

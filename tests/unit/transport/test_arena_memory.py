@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import gc
 import os
 import socket
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.tiers.host import HostPool, HostTier
+from kvstore.transport import wire
 from kvstore.transport.arena_board import Board
-from kvstore.transport.arena_frames import LentExtent
-from kvstore.transport.arena_memory import Mapping, Reader, map_board, map_read_only
+from kvstore.transport.arena_frames import DESCRIPTORS_MAX, LentExtent, decode_board, encode_board
+from kvstore.transport.arena_memory import Mapping, Reader, close_all, map_board, map_read_only, receive_frame
 from kvstore.transport.peer_process import PeerProcess
 from kvstore.transport.wire import WireFormatError
 
@@ -110,6 +112,26 @@ def test_a_child_of_a_fork_does_not_have_what_is_mapped(pool: HostPool):
         gc.collect()
         os._exit(is_there)
     assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_as_many_descriptors_as_a_message_takes_come_with_a_frame_and_none_stays_open():
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sent = [os.memfd_create(str(number)) for number in range(DESCRIPTORS_MAX)]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))]
+        for frame in (encode_board(1), encode_board(2)):
+            theirs.sendmsg([frame], rights)
+        close_all(sent)
+        for words in (1, 2):
+            header, body, descriptors = receive_frame(ours)
+            assert (wire.Kind.DATA, words, DESCRIPTORS_MAX) == (header.kind, decode_board(body), len(descriptors))
+            assert not any(map(os.get_inheritable, descriptors))
+            close_all(descriptors)
+        theirs.sendmsg([b"no frame, and too short"[: wire.HEADER_BYTES]], [(*rights[0][:2], array.array("i", [0]))])
+        with pytest.raises(WireFormatError):
+            receive_frame(ours)
+    assert before == len(os.listdir("/proc/self/fd"))
 
 
 def test_memory_that_could_shrink_is_not_mapped():
