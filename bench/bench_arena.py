@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -50,8 +51,11 @@ class Turns:
         for call in self._calls.values():
             call()
         until = time.perf_counter() + seconds
+        order = list(self._calls.items())
+        shuffled = random.Random(1)
         while time.perf_counter() < until:
-            for name, call in self._calls.items():
+            shuffled.shuffle(order)  # who comes behind one that waits is not interrupted as soon as the others
+            for name, call in order:
                 cpu, start = cpu_seconds(self._pid), time.perf_counter()
                 call()
                 self.seconds[name].append(time.perf_counter() - start)
