@@ -84,6 +84,7 @@ class ExtentStock:
         self._lent: dict[Extent, int] = {}  # with the bytes of their slots
         self._retired: dict[Extent, int] = {}
         self._holds: dict[Extent, set[ExtentHold]] = {}
+        self._unanswered: set[ExtentHold] = set()  # asked for, and not released yet
         self._claimed_bytes = 0  # of lent and retired extents, and of those about to be lent
         self._refused_extents = 0
         self._huge_bytes = 0
@@ -190,13 +191,17 @@ class ExtentStock:
     def recall(self, extent: Extent, seconds: float) -> bool:
         """Ask those who hold an extent for it, and wait so long for them; true if nobody holds it then.
 
-        Who was asked before is not waited for again: so a process that does not answer costs one wait and no more.
+        Nobody is waited for twice, nor anybody while somebody owes an answer: a process that gives none costs one wait,
+        however many extents it maps.
         """
         with self._changed:
-            holds = tuple(self._holds.get(extent, ()))
-        was_asked = [hold.ask() for hold in holds]
+            holds = self._holds.get(extent, set())
+            new = tuple(holds - self._unanswered)
+            is_patient = not self._unanswered
+        asked = {hold for hold in new if hold.ask()}
         with self._changed:
-            if any(was_asked):
+            self._unanswered |= asked & self._holds.get(extent, set())
+            if asked and is_patient:
                 self._changed.wait_for(lambda: extent not in self._holds, seconds)
             return extent not in self._holds
 
@@ -221,6 +226,7 @@ class ExtentStock:
     def _release(self, hold: ExtentHold, extent: Extent) -> None:
         with self._changed:
             self._holds[extent].remove(hold)
+            self._unanswered.discard(hold)
             if self._holds[extent]:
                 return
             del self._holds[extent]

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from kvstore.tiers import extent as extent_module
+from kvstore.tiers import host as host_module
 from kvstore.tiers.base import SlotRange
 from kvstore.tiers.extent import Extent, geometry
 from kvstore.tiers.host import HostPool, HostTier
@@ -229,6 +231,21 @@ def test_who_holds_an_extent_is_asked_for_it_once() -> None:
         assert not pool.give_back(place.slots)
         hold.release()
         assert pool.give_back(place.slots)
+
+
+def test_who_does_not_answer_is_waited_for_once_however_many_extents_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "RECALL_SECONDS", 0.5)
+    with HostTier(10_000, extent_bytes=1000) as tier:
+        pool = tier.pool(NS, (100,))
+        filled(pool, 100)
+        holds = [pool.hold(place.extent_id, lambda: None) for place in pool.extents()]
+        began = time.monotonic()
+        assert all(pool.is_kept(place.slots) for place in pool.extents())
+        assert 0.5 <= time.monotonic() - began < 2.0
+        for hold in holds:
+            assert hold is not None
+            hold.release()
+        assert not any(pool.is_kept(place.slots) for place in pool.extents())
 
 
 @pytest.mark.parametrize("wanted", [HostPool.is_kept, HostPool.give_back])
