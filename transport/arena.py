@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # What an answer about places may take of the time of a load, so that the rest is left for the load itself.
 _TIME_RATIO = 0.5
-_SYNC_SECONDS = 1.0
+_SYNC_SECONDS = 5.0
 _RETRY_SECONDS = 5.0
 _LEASES_MAX = 1024
 _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -164,11 +164,11 @@ class Arena:
         try:
             line = self._line or self._open(asked_until)
             leased = self._ask(line, lease_id, part, asked_until)
-        except NoFastLaneError as error:
+        except (NoFastLaneError, wire.WireFormatError) as error:
             self._give_up(str(error))
             return None
-        except wire.WireFormatError as error:
-            self._give_up(str(error))
+        except TimeoutError:
+            self.late(self._line)
             return None
         except KvstoreError:
             if self._line is None:  # no answer yet, as yet
@@ -234,8 +234,22 @@ class Arena:
             return line.close_if_idle()
 
     def hung_up(self, reason: str) -> None:
-        """The server has ended the connection, or does not answer; called by the line's thread."""
+        """The server has ended the connection; called by the line's thread."""
         self._turn_off(reason)
+
+    def late(self, line: _Line | None) -> None:
+        """The server does not answer on a line: let go of all there is, and begin anew some other time."""
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        with self._lock:
+            if self._line is not line:
+                return
+            self._line = None
+            leases, self._leases = self._leases, {}
+            mappings, self._mappings = self._mappings, {}
+        leases.clear()
+        mappings.clear()
+        if line is not None:
+            line.leave()
 
 
 class _Line:
@@ -376,10 +390,13 @@ class _Line:
                 break
             try:
                 self._arena.sync(self)
+            except TimeoutError:
+                self._arena.late(self)
             except (OSError, KvstoreError) as error:
                 reason = str(error)
                 break
-        self._arena.hung_up(reason)
+        if not self._leaving:
+            self._arena.hung_up(reason)
         self._wind_up()
 
     def _hear(self) -> None:

@@ -224,21 +224,25 @@ class ArenaConnection:
         finally:
             for fd in descriptors:
                 os.close(fd)
-            self._sync(tuple(one.mapping_id for one in lent[sent:]))
+            self._end_mappings(tuple(one.mapping_id for one in lent[sent:]))
 
     def _sync(self, unmapped_ids: tuple[int, ...]) -> list[int]:
         """End the holds on what is no longer mapped; returns what is wanted back since the last time."""
+        self._end_mappings(unmapped_ids)
+        with self._lock:
+            recalled, self._recalled = self._recalled, []
+        return recalled
+
+    def _end_mappings(self, mapping_ids: tuple[int, ...]) -> None:
         ended: list[_Lent] = []
         with self._lock:
-            for mapping_id in unmapped_ids:
+            for mapping_id in mapping_ids:
                 lent = self._lent.pop(mapping_id, None)
                 if lent is not None:
                     ended.append(lent)
                     self._forget(lent.hold.extent_id, mapping_id)
-            recalled, self._recalled = self._recalled, []
         for one in ended:
             one.hold.release()
-        return recalled
 
     def _place(self, lease_id: int, part: int | None, lent: list[LentExtent], descriptors: list[int]) -> Placed:
         """Where the leading blocks of a lease lie; adds what the client is still to map. Runs in a thread."""
@@ -304,14 +308,16 @@ class ArenaConnection:
             hold.release()
             return None
         with self._lock:
-            if self._is_closed:
-                os.close(fd)
-                hold.release()
-                return None
+            is_closed = self._is_closed
             is_recalled = mapping_id in self._recalled
-            self._lent[mapping_id] = _Lent(hold, time.monotonic() if is_recalled else None)
-            if not is_recalled:
+            if not is_closed:
+                self._lent[mapping_id] = _Lent(hold, time.monotonic() if is_recalled else None)
+            if not is_closed and not is_recalled:
                 self._known[place.extent_id] = mapping_id
+        if is_closed:
+            os.close(fd)
+            hold.release()
+            return None
         shape = place.geometry
         lent.append(
             LentExtent(

@@ -249,6 +249,21 @@ def test_the_same_lease_is_placed_again_and_again_for_nothing(store: Store, stra
     assert 1 == store.host_memory().held_extents
 
 
+def test_what_is_wanted_back_is_told_at_the_next_sync_whatever_is_asked_between(store: Store, stranger: Stranger):
+    stranger.lease(THEIRS)
+    close_all(stranger.ask(frames.encode_place(5, LEASE, None))[0])
+    pool = store._index.space(THEIRS).host
+    assert [True] == [pool.is_kept(extent) for extent in pool.ranges()]
+    descriptors, body = stranger.ask(frames.encode_place(6, LEASE, None))
+    assert (1, (2,)) == (len(descriptors), frames.decode_placed(body).mapping_ids)  # anew, under another name
+    close_all(descriptors)
+    assert struct.pack("<I", 1) == stranger.ask(frames.encode_sync(7, []))[1]
+    assert b"" == stranger.ask(frames.encode_sync(8, [1]))[1]
+    assert 1 == store.host_memory().held_extents
+    stranger.ask(frames.encode_sync(9, [2]))
+    assert 0 == store.host_memory().held_extents
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(min_size=1, max_size=64))
 def test_other_bytes_end_the_connection_and_nothing_else(store: Store, served: ServedStore, raw: bytes):

@@ -22,7 +22,7 @@ from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.extent import ExtentHold
-from kvstore.transport import arena_frames
+from kvstore.transport import arena, arena_frames
 from kvstore.transport.arena_memory import Reader
 from kvstore.types import KvLayout, Namespace
 
@@ -44,7 +44,7 @@ import sys, kvstore, numpy as np
 from kvstore.types import KvLayout, Namespace
 layout = KvLayout(layers=1, kv_heads=1, head_dim=8192, dtype="int8", block_tokens=4)
 namespace = Namespace(model="m", revision="r", tenant="ours", layout=layout)
-client = kvstore.connect(sys.argv[1])
+client = kvstore.connect(sys.argv[1], lookup_seconds=10.0, bulk_seconds=30.0)
 lease = client.lease(client.match(namespace, list(range(32))))
 rows = np.zeros((lease.blocks, layout.block_bytes), np.uint8)
 lease.load_into(rows)
@@ -64,7 +64,7 @@ SERVER_PROGRAM = """
 import sys, kvstore
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.extent import ExtentHold
-from kvstore.transport import arena_frames
+from kvstore.transport import arena, arena_frames
 from kvstore.transport.arena_memory import Reader
 with kvstore.open(None, host_bytes=1 << 24) as store, ServedStore(store, [sys.argv[1]]) as served:
     print(served.addresses[0], flush=True)
@@ -428,6 +428,33 @@ def test_a_stopped_server_does_not_keep_a_client_from_what_it_has_leased(
         os.waitpid(process.pid, os.WUNTRACED)
         np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(lease))
         process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.kill
+def test_a_server_that_was_stopped_for_a_while_is_read_in_place_again(
+    start_process: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(arena, "_RETRY_SECONDS", 0.0)
+    process = start_process(SERVER_PROGRAM, f"unix://{tmp_path}/s")
+    with kvstore.connect(line_of(process).strip(), bulk_seconds=0.4) as client:
+        store_prompt(client, OURS, PROMPT)
+        load(leased(client))
+        before, unasked = client.arena.loaded_bytes, leased(client)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        began = time.monotonic()
+        with pytest.raises(UnavailableError):
+            load(unasked)
+        assert time.monotonic() - began < ANSWER_SECONDS
+        process.send_signal(signal.SIGCONT)
+        assert 0 == client.arena.extents
+
+        def is_read_in_place() -> bool:
+            np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(leased(client)))
+            return client.arena.loaded_bytes > before
+
+        wait_until(is_read_in_place)
+        assert ("", 1) == (client.arena.off, client.arena.extents)
 
 
 @pytest.mark.kill
