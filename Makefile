@@ -60,6 +60,7 @@ bench: dev
 	$(BIN)/python bench/bench_store.py --json bench/results/store.json
 	$(BIN)/python bench/bench_host.py --json bench/results/host.json
 	$(BIN)/python bench/bench_transport.py --json bench/results/transport.json
+	$(BIN)/python bench/bench_arena.py --json bench/results/arena.json
 	$(BIN)/python bench/bench_disk.py --json bench/results/disk.json
 	$(BIN)/python bench/bench_radix.py --json bench/results/radix-16-100k.json
 	$(BIN)/python bench/bench_radix.py --blocks 1000000 --json bench/results/radix-16-1m.json

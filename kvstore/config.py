@@ -155,6 +155,7 @@ class LimitsConfig:
     connections: int = _limit(4096, "Connections to addresses that carry both lanes.")
     calls_per_connection: int = _limit(256, "Calls that one connection of the fast lane has under way.")
     bulk_connections_per_session: int = _limit(16, "Connections for bytes that one client of the fast lane has.")
+    arena_clients: int = _limit(256, "Clients that read blocks where they lie; each takes three descriptors.")
     prompt_bytes_per_session: int = _limit(
         4 * 2**20, "Prompts remembered for one client of the fast lane, which then sends only what is new.", Kind.SIZE
     )

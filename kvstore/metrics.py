@@ -221,6 +221,30 @@ class CallMetrics(Collector):
         yield family
 
 
+class ArenaUse(Protocol):
+    """What processes on this host map of host memory."""
+
+    @property
+    def clients(self) -> int:
+        """Sessions that read blocks where they lie."""
+        ...
+
+    @property
+    def extents(self) -> int:
+        """Extents that they map, each counted for each of them."""
+        ...
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The bytes of these."""
+        ...
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Those that they should have let go."""
+        ...
+
+
 class ProcessState(Protocol):
     """What the sidecar counts outside its store."""
 
@@ -252,6 +276,11 @@ class ProcessState(Protocol):
     @property
     def resent_prompts(self) -> int:
         """Prompts that a client had to send whole since their beginning was not known here."""
+        ...
+
+    @property
+    def arena_use(self) -> ArenaUse:
+        """What processes on this host map of host memory."""
         ...
 
     @property
@@ -309,6 +338,26 @@ PROCESS_METRICS = (
         "kvstore_resent_prompts_total",
         "Prompts sent whole since what was sent before of them was not remembered any more.",
         lambda process: _single(process.resent_prompts),
+    ),
+    ProcessMetric(
+        "kvstore_arena_clients",
+        "Sessions on this host that read blocks where they lie in host memory.",
+        lambda process: _single(process.arena_use.clients),
+    ),
+    ProcessMetric(
+        "kvstore_arena_mapped_extents",
+        "Extents that such sessions map, each counted for each session.",
+        lambda process: _single(process.arena_use.extents),
+    ),
+    ProcessMetric(
+        "kvstore_arena_mapped_bytes",
+        "Bytes that such sessions map, each counted for each session.",
+        lambda process: _single(process.arena_use.mapped_bytes),
+    ),
+    ProcessMetric(
+        "kvstore_arena_quarantined_bytes",
+        "Mapped bytes that a session should have let go a second ago; they go to no other namespace while it lives.",
+        lambda process: _single(process.arena_use.quarantined_bytes),
     ),
     ProcessMetric(
         "kvstore_bulk_engine_bytes_total",

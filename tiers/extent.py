@@ -13,6 +13,7 @@ import itertools
 import mmap
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from kvstore.tiers.huge_pages import PageChoice
 
 MEMORY_NAME = "kvstore-host"
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# From Linux 5.1 on; Python's fcntl has it from 3.14 on. See F_ADD_SEALS in fcntl(2).
+_F_SEAL_FUTURE_WRITE = 0x10
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _ids = itertools.count(1)
 
 
@@ -72,6 +75,7 @@ class Extent:
         self.locked_bytes = 0
         self.geometry: Geometry | None = None
         self.regions: tuple[Bytes2D, ...] = ()
+        self.is_sealed = False
         flags = os.MFD_HUGETLB | os.MFD_HUGE_2MB if pages.kind is PageKind.RESERVED else 0
         self._fd = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
@@ -88,11 +92,15 @@ class Extent:
 
     @property
     def fd(self) -> int:
-        """The memfd, readable and writable; stays the extent's own."""
+        """The memfd; stays the extent's own."""
         return self._fd
 
     def cut(self, shape: Geometry) -> None:
-        """Give it a geometry, cut off what is not needed for that, and seal its size."""
+        """Give it a geometry, cut off what is not needed for that, and seal it.
+
+        From then on nobody changes its size, and nobody but this mapping its bytes, whoever gets a descriptor of it:
+        `is_sealed` says so. A kernel that does not know such a seal keeps the size alone.
+        """
         assert self.geometry is None, self.extent_id
         assert shape.nbytes <= self.nbytes, (shape, self.nbytes)
         whole = -(-shape.nbytes // self.pages.page_bytes) * self.pages.page_bytes
@@ -104,6 +112,10 @@ class Extent:
             self.touched_bytes = min(self.touched_bytes, whole)
             self.locked_bytes = min(self.locked_bytes, whole)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+        with suppress(OSError):
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+            self.is_sealed = True
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         self.geometry = shape
         self.regions = tuple(
             self._memory[offset : offset + size * shape.slot_count].reshape(shape.slot_count, size)
@@ -134,30 +146,46 @@ class Extent:
 class ExtentHold:
     """Keeps an extent from being lent on or closed, for as long as another process maps its `nbytes`, from 0 on.
 
-    Descriptors that it opens belong to the caller; they can be sent (SCM_RIGHTS), at most 250 in one message.
+    Descriptors that it opens belong to the caller; they can be sent (SCM_RIGHTS), at most 250 in one message. `recall`
+    is called, from any thread and at most once, when the extent is wanted back: it must not wait.
     """
 
-    def __init__(self, extent: Extent, release: Callable[[Extent], None]) -> None:
+    def __init__(
+        self, extent: Extent, release: Callable[[ExtentHold, Extent], None], recall: Callable[[], None] | None
+    ) -> None:
         self.extent_id = extent.extent_id
         self.nbytes = extent.nbytes
         self._lock = threading.Lock()
         self._extent: Extent | None = extent
         self._release = release
+        self._recall = recall
 
     def open_read_only(self) -> int:
-        """A descriptor by which the memory can be mapped for reading alone. Raises OSError."""
-        return self._open(os.O_RDONLY)
+        """A descriptor by which the memory can be mapped for reading alone, also by who opens it anew.
 
-    def open_writable(self) -> int:
-        """A descriptor by which the memory can be mapped for reading and writing. Raises OSError."""
-        return self._open(os.O_RDWR)
+        Raises OSError, also where the kernel cannot promise that.
+        """
+        with self._lock:
+            assert self._extent is not None, f"the hold on extent {self.extent_id} was released"
+            if not self._extent.is_sealed:
+                raise OSError(errno.EOPNOTSUPP, "this kernel cannot keep others from writing to it (Linux 5.1 can)")
+            return os.open(f"/proc/self/fd/{self._extent.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def ask(self) -> bool:
+        """Ask for the extent; false if that was done before, or nobody can be asked."""
+        with self._lock:
+            recall, self._recall = self._recall, None
+        if recall is None:
+            return False
+        recall()
+        return True
 
     def release(self) -> None:
         """End the hold: nobody maps the extent any more, or who did is dead. Idempotent."""
         with self._lock:
             extent, self._extent = self._extent, None
         if extent is not None:
-            self._release(extent)
+            self._release(self, extent)
 
     def __enter__(self) -> Self:
         return self
@@ -166,8 +194,3 @@ class ExtentHold:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-    def _open(self, mode: int) -> int:
-        with self._lock:
-            assert self._extent is not None, f"the hold on extent {self.extent_id} was released"
-            return os.open(f"/proc/self/fd/{self._extent.fd}", mode | os.O_CLOEXEC)

@@ -83,7 +83,8 @@ class ExtentStock:
         self._spare: list[Extent] = []
         self._lent: dict[Extent, int] = {}  # with the bytes of their slots
         self._retired: dict[Extent, int] = {}
-        self._holds: dict[Extent, int] = {}
+        self._holds: dict[Extent, set[ExtentHold]] = {}
+        self._unanswered: set[ExtentHold] = set()  # asked for, and not released yet
         self._claimed_bytes = 0  # of lent and retired extents, and of those about to be lent
         self._refused_extents = 0
         self._huge_bytes = 0
@@ -177,18 +178,32 @@ class ExtentStock:
                 self._retired[extent] = self._lent.pop(extent)
             else:
                 self._end(extent)
+        self.recall(extent, 0.0)
 
-    def hold(self, extent: Extent) -> ExtentHold:
-        """Keep a lent extent from being lent on or closed."""
+    def hold(self, extent: Extent, recall: Callable[[], None] | None) -> ExtentHold:
+        """Keep a lent extent from being lent on or closed; see ExtentHold for `recall`."""
+        hold = ExtentHold(extent, self._release, recall)
         with self._changed:
             assert extent in self._lent, f"extent {extent.extent_id} is not lent"
-            self._holds[extent] = self._holds.get(extent, 0) + 1
-        return ExtentHold(extent, self._release)
+            self._holds.setdefault(extent, set()).add(hold)
+        return hold
 
-    def is_held(self, extent: Extent) -> bool:
-        """Whether there is a hold on an extent."""
+    def recall(self, extent: Extent, seconds: float) -> bool:
+        """Ask those who hold an extent for it, and wait so long for them; true if nobody holds it then.
+
+        Nobody is waited for twice, nor anybody while somebody owes an answer: a process that gives none costs one wait,
+        however many extents it maps.
+        """
         with self._changed:
-            return extent in self._holds
+            holds = self._holds.get(extent, set())
+            new = tuple(holds - self._unanswered)
+            is_patient = not self._unanswered
+        asked = {hold for hold in new if hold.ask()}
+        with self._changed:
+            self._unanswered |= asked & self._holds.get(extent, set())
+            if asked and is_patient:
+                self._changed.wait_for(lambda: extent not in self._holds, seconds)
+            return extent not in self._holds
 
     def close(self) -> None:
         """Give everything back but what is held, and end the thread once its piece of work is done; idempotent."""
@@ -208,14 +223,16 @@ class ExtentStock:
                 extent.close()
             self._spare.clear()
 
-    def _release(self, extent: Extent) -> None:
+    def _release(self, hold: ExtentHold, extent: Extent) -> None:
         with self._changed:
-            self._holds[extent] -= 1
+            self._holds[extent].remove(hold)
+            self._unanswered.discard(hold)
             if self._holds[extent]:
                 return
             del self._holds[extent]
             if extent in self._retired:
                 self._end(extent)
+            self._changed.notify_all()
 
     def _slots_for(self, part_sizes: tuple[int, ...], bytes_max: int | None) -> int:
         block_bytes = sum(part_sizes)

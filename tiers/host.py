@@ -7,6 +7,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from kvstore.errors import ClosedError, LayoutMismatchError, StorageError
 from kvstore.tiers.extent_stock import ExtentStock, HostMemory
 from kvstore.tiers.host_copy import ExtentTable
@@ -14,10 +16,11 @@ from kvstore.tiers.memory_limit import memory_limit
 from kvstore.tiers.slots import SlotMap, as_slots
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from kvstore.tiers.base import Bytes1D, Bytes2D, SlotRange
-    from kvstore.tiers.extent import ExtentHold, Geometry
+    from kvstore.tiers.extent import Extent, ExtentHold, Geometry
     from kvstore.tiers.extent_stock import HostMemoryState
     from kvstore.tiers.memory_limit import MemoryLimit
     from kvstore.types import Slots
@@ -26,6 +29,7 @@ EXTENT_BYTES_MIN = 4 << 20
 EXTENT_BYTES_MAX = 256 << 20
 EXTENTS_MAX = 1024  # each takes a descriptor; where it would be more, extents are larger
 POISON = 0xDB
+RECALL_SECONDS = 0.02  # a process that is well has unmapped within 1-2 ms
 _MIB = 1 << 20
 _DEFAULT_MEMORY = HostMemory()
 
@@ -254,16 +258,29 @@ class HostPool:
             return self._slots.ranges()
 
     def is_kept(self, slot_range: SlotRange) -> bool:
-        """Whether somebody holds one extent, so that it cannot go to another namespace; true of one that is gone."""
+        """Whether an extent cannot go to another namespace: somebody maps it, or it is gone.
+
+        Who maps it is asked to let go, and gets RECALL_SECONDS for that, once.
+        """
         with self._lock:
             if slot_range not in self._slots.ranges():
                 return True
-            return self._stock.is_held(self._table.holders.holder_of(slot_range))
+            extent = self._table.holders.holder_of(slot_range)
+        return not self._stock.recall(extent, RECALL_SECONDS)
 
     def give_back(self, slot_range: SlotRange) -> bool:
-        """Return one extent to the tier if all its slots are free and nobody holds it; else false and unchanged."""
+        """Return one extent to the tier if all its slots are free and nobody holds it; else false and unchanged.
+
+        Who maps it is asked to let go, as is_kept() does.
+        """
         with self._lock:
-            if not self._slots.is_free(slot_range):
+            if slot_range not in self._slots.ranges() or not self._slots.is_free(slot_range):
+                return False
+            extent = self._table.holders.holder_of(slot_range)
+        if not self._stock.recall(extent, RECALL_SECONDS):
+            return False
+        with self._lock:
+            if slot_range not in self._slots.ranges() or not self._slots.is_free(slot_range):
                 return False
             if not self._stock.give_back(self._table.holders.holder_of(slot_range)):
                 return False
@@ -284,11 +301,15 @@ class HostPool:
 
     def extents(self) -> tuple[ExtentPlace, ...]:
         """The extents the pool has now, by slot number."""
-        places = []
-        for slot_range, extent in self._table.extents:
-            assert extent.geometry is not None, extent.extent_id
-            places.append(ExtentPlace(extent.extent_id, slot_range, extent.geometry))
-        return tuple(places)
+        return tuple(_place_of(slot_range, extent) for slot_range, extent in self._table.extents)
+
+    def extents_of(self, slots: Slots) -> tuple[ExtentPlace, ...]:
+        """The extents that hold `slots`, which are held by the caller, by slot number."""
+        wanted = np.unique(np.asarray(slots, dtype=np.int64))
+        table = self._table
+        firsts = np.array([item.first for item in table.holders.ranges], dtype=np.int64)
+        numbers = np.unique(np.searchsorted(firsts, wanted, side="right") - 1) if wanted.size else ()
+        return tuple(_place_of(table.holders.ranges[number], table.holders.holders[number]) for number in numbers)
 
     def place(self, slot: int, part: int) -> SlotPlace:
         """Where a part of a slot lies; true as long as the slot is held."""
@@ -297,11 +318,14 @@ class HostPool:
         size = self._part_sizes[part]
         return SlotPlace(run.holder.extent_id, run.holder.geometry.part_offsets[part] + run.index * size, size)
 
-    def hold(self, extent_id: int) -> ExtentHold | None:
-        """Keep an extent, for a process that maps it; None if the pool does not have it any more."""
+    def hold(self, extent_id: int, recall: Callable[[], None] | None = None) -> ExtentHold | None:
+        """Keep an extent, for a process that maps it; None if the pool does not have it any more.
+
+        `recall` is told, from any thread, when the extent is wanted back; see ExtentHold.
+        """
         with self._lock:
             extent = next((extent for _, extent in self._table.extents if extent.extent_id == extent_id), None)
-            return None if extent is None else self._stock.hold(extent)
+            return None if extent is None else self._stock.hold(extent, recall)
 
     def views(self, slot: int) -> tuple[Bytes1D, ...]:
         """The bytes of a slot in place, one writable array for each part; to be used only while the slot is held."""
@@ -355,6 +379,11 @@ class HostPool:
         assert extent.geometry is not None, extent.extent_id
         self._table = self._table.with_added(self._slots.add(extent.geometry.slot_count), extent)
         return True
+
+
+def _place_of(slot_range: SlotRange, extent: Extent) -> ExtentPlace:
+    assert extent.geometry is not None, extent.extent_id
+    return ExtentPlace(extent.extent_id, slot_range, extent.geometry)
 
 
 def default_extent_bytes(capacity_bytes: int) -> int:

@@ -24,7 +24,7 @@ from kvstore.transport.bulk_choice import engine_client
 from kvstore.transport.client import ServerStatus, event_step_seconds, prefetch_step_seconds
 from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import PROBE_SECONDS, open_link
-from kvstore.transport.link import Lookup, Wait, flat_deadlines
+from kvstore.transport.link import ArenaStatus, Lookup, Wait, flat_deadlines
 from kvstore.types import PLAIN_ROOT, PrefixMatch, require_blocks, require_seconds, require_state, require_tiers
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ class AsyncKeeper:
     def bulk(self) -> BulkStatus | None:
         """What its engine for bytes has done; None if it has none."""
         return None if self._bulk is None else self._bulk.status
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether the link reads blocks where they lie."""
+        return ArenaStatus() if self._link is None else self._link.arena
 
     async def run(
         self,
@@ -201,6 +206,11 @@ class AsyncClient:
     def bulk(self) -> BulkStatus | None:
         """What the engine for bytes has done; None where it was not asked for."""
         return self._keeper.bulk
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie in the memory of a server on the same host, and why not."""
+        return self._keeper.arena
 
     def within(self, seconds: float) -> AsyncClient:
         """This client with another deadline for all its calls; it shares the connection."""

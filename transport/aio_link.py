@@ -13,6 +13,7 @@ from kvstore.errors import UnavailableError
 from kvstore.transport import wire
 from kvstore.transport.address import UnixAddress
 from kvstore.transport.aio_exchange import AsyncExchange
+from kvstore.transport.arena import Arena
 from kvstore.transport.connection import Connection
 from kvstore.transport.link import OPEN_NAMESPACE, Matched, OpenNamespaces, R, open_request
 from kvstore.transport.plans import SESSION
@@ -30,6 +31,7 @@ from kvstore.transport.wire_link import (
     new_prompt_heads,
     parsed,
     prompt_message,
+    rest_of,
     session_request,
 )
 from kvstore.transport.wire_pool import CONNECTIONS_MAX, BulkPool, Grip
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from kvstore.transport.address import TcpAddress
     from kvstore.transport.bulk import BulkCalls
     from kvstore.transport.bulk_client import BulkEngineClient
-    from kvstore.transport.link import Link, Lookup, Rpc
+    from kvstore.transport.link import ArenaStatus, Link, Lookup, Rpc
     from kvstore.transport.wire_exchange import Answer
     from kvstore.types import Namespace
 
@@ -171,6 +173,11 @@ class AsyncLink(Protocol):
         """The id of a namespace."""
         ...
 
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
+        ...
+
     def new_id(self) -> int:
         """An id that names one lease or stage of this session."""
         ...
@@ -203,6 +210,7 @@ class WireAsyncLink:
         self._prompt_head = new_prompt_heads()
         self._prompts = SentPrompts(0)
         self._pool: BulkCalls = BulkPool(address, b"")
+        self._arena = Arena(address, b"")
 
     async def open(self, prompt_bytes: int, ends_at: float) -> None:
         """Open the session; the first call."""
@@ -212,6 +220,7 @@ class WireAsyncLink:
         self._pool = BulkPool(self._address, self.session.session_id)
         if self._bulk is not None:
             self._pool = self._bulk.over(self._pool, self.session)
+        self._arena = Arena(self._address, self.session.session_id)
 
     @property
     def ended(self) -> bool:
@@ -222,10 +231,18 @@ class WireAsyncLink:
         """End the session; idempotent. Calls under way fail."""
         self._exchange.end()
         self._pool.end()
+        self._arena.end()
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
+        return self._arena.status
 
     async def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
         method = wire.Method[rpc.method]
+        if isinstance(request, pb.ReleaseRequest):
+            self._arena.end_lease(request.lease_id)
         if method in wire.PROMPT_METHODS:
             whole, message = prompt_message(request)
             answer = await self._ask_by_growth(method, message, whole, ends_at)
@@ -244,14 +261,21 @@ class WireAsyncLink:
         return matched(self._body(wire.Method.Match, await self._ask(request, ends_at)))
 
     async def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
-        """Receive leased blocks straight into the flat `target`, in a thread."""
+        """As WireLink.load, in a thread."""
         grip = Grip()
-        load = partial(self._pool.load, request, target.data, ends_at, grip)
-        answer, filled_bytes = await self._transfer(load, grip, ends_at)
+        return await self._transfer(partial(self._load, request, target, ends_at, grip), grip, ends_at)
+
+    def _load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float, grip: Grip) -> int:
+        copied = self._arena.load(request, target, ends_at)
+        if copied == request.blocks:
+            return copied
+        row_bytes = target.size // request.blocks
+        request, target = rest_of(request, target, copied)
+        answer, filled_bytes = self._pool.load(request, target.data, ends_at, grip)
         blocks = parsed(pb.LoadResponse, answer, self._peer).summary.blocks
-        if filled_bytes != blocks * (target.size // request.blocks):
+        if filled_bytes != blocks * row_bytes:
             raise UnavailableError(f"{self._peer} ended a load without all of its bytes")
-        return blocks
+        return copied + blocks
 
     async def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send the flat `source`, in a thread."""
@@ -318,6 +342,11 @@ class ThreadedLink:
     def ended(self) -> bool:
         """Whether the session is over."""
         return self._connection.ended
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
+        return self._connection.arena
 
     def close(self) -> None:
         """End the session; idempotent."""

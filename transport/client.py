@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.tokens import Tokens
     from kvstore.transport.breaker import BreakerStatus
     from kvstore.transport.bulk_client import BulkStatus
-    from kvstore.transport.link import Link
+    from kvstore.transport.link import ArenaStatus, Link
     from kvstore.transport.plans import Plan
     from kvstore.types import Namespace, Pin, Root, ScrubPage, StoreStats, Tier, TokenArray, Verification
     from kvstore.v1 import cache_service_pb2 as pb
@@ -66,6 +66,11 @@ class Client:
     def breaker(self) -> BreakerStatus:
         """Whether the server is asked at all, and why not."""
         return self._keeper.breaker
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie in the memory of a server on the same host, and why not."""
+        return self._keeper.arena
 
     @property
     def bulk(self) -> BulkStatus | None:

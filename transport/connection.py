@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from kvstore.errors import KvstoreError, UnauthenticatedError, UnavailableError
 from kvstore.transport import convert, frames
 from kvstore.transport.address import TcpAddress
 from kvstore.transport.credentials import Credentials
-from kvstore.transport.link import CACHE, Matched, OpenNamespaces, R
+from kvstore.transport.link import CACHE, ArenaStatus, Matched, OpenNamespaces, R
 from kvstore.transport.plans import MATCH
 from kvstore.transport.rows import whole_rows_bytes
 from kvstore.transport.status import ERROR_KEY, UnknownSessionError, error_of
@@ -29,6 +29,7 @@ from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from google.protobuf.message import Message
     from numpy.typing import NDArray
@@ -196,6 +197,17 @@ class Connection:
             requests = self._write_requests(start, source)
             call = write.future(requests, timeout=seconds_left(ends_at), metadata=self._metadata)
             return int(self._result(call, ends_at).rows)
+
+    def read_in_place(
+        self, _request: pb.LoadRequest, _ends_at: float
+    ) -> AbstractContextManager[list[NDArray[np.uint8]]]:
+        """Nothing is: gRPC passes no descriptors."""
+        return nullcontext([])
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie: not by this lane."""
+        return ArenaStatus("the lane is gRPC")
 
     def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from kvstore.errors import ClosedError, UnauthenticatedError, UnavailableError
 from kvstore.transport.breaker import GuardedServer
 from kvstore.transport.connection import Connection
+from kvstore.transport.link import ArenaStatus
 from kvstore.transport.plans import CHECK, is_serving
 from kvstore.transport.wire_dial import NoFastLaneError
 from kvstore.transport.wire_link import WireLink
@@ -58,6 +59,12 @@ class LinkKeeper:
     def breaker(self) -> BreakerStatus:
         """State of the breaker."""
         return self._guard.breaker.status
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether the link reads blocks where they lie."""
+        link = self._link
+        return ArenaStatus() if link is None else link.arena
 
     @property
     def bulk(self) -> BulkStatus | None:

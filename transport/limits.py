@@ -48,6 +48,8 @@ class ServiceLimits:
     calls_per_connection: int = 256
     # Connections for bytes that one session of the fast lane has.
     bulk_connections_per_session: int = 16
+    # Clients that read blocks where they lie, of all sessions together.
+    arena_clients: int = 256
     # Prompts remembered for clients of the fast lane that send only what is new, of one session and of all together.
     prompt_bytes_per_session: int = 4 * MIB
     prompt_bytes: int = 256 * MIB

@@ -13,6 +13,8 @@ from kvstore.types import require_namespace
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy as np
     from google.protobuf.message import Message
     from numpy.typing import NDArray
@@ -103,6 +105,21 @@ class Matched(NamedTuple):
     runs: tuple[TierRun, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaStatus:
+    """Whether a client reads blocks where they lie in the memory of a server on the same host.
+
+    `off` says why it does not, and is empty before the first load and while it does. `extents` and `mapped_bytes` are
+    what is mapped now; `loaded_bytes` were copied from there, and of `fallbacks` loads some bytes travelled.
+    """
+
+    off: str = ""
+    extents: int = 0
+    mapped_bytes: int = 0
+    loaded_bytes: int = 0
+    fallbacks: int = 0
+
+
 class Link(Protocol):
     """A connection and the session that lives on it. Thread-safe. Once ended it stays so: make another one.
 
@@ -154,6 +171,15 @@ class Link(Protocol):
 
     def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace, which is opened in this session if it is not yet."""
+        ...
+
+    def read_in_place(self, request: pb.LoadRequest, ends_at: float) -> AbstractContextManager[list[NDArray[np.uint8]]]:
+        """The bytes of leading blocks where they lie, while the block runs; none where that cannot be."""
+        ...
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
         ...
 
 

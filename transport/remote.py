@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvstore.buffers import readable_rows, writable_rows
@@ -15,7 +16,8 @@ from kvstore.types import LoadResult, require_own_part
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     import numpy as np
@@ -56,6 +58,10 @@ class Held:
         """Receive rows into the flat `target`."""
         seconds = self._deadlines.moving(target.size)
         return self._keeper.run_on(self.link, lambda ends_at: self.link.load(request, target, ends_at), seconds)
+
+    def read_in_place(self, request: pb.LoadRequest) -> AbstractContextManager[list[NDArray[np.uint8]]]:
+        """Rows where they lie."""
+        return self.link.read_in_place(request, time.monotonic() + self._deadlines.bulk_seconds)
 
     def write(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> int:
         """Send the rows of the flat `source`."""
@@ -108,6 +114,29 @@ class RemoteLease:
         if not load.count:
             return LoadResult(0, 0, 0)
         return load.result(self._held.load(load.request(self._held.session_id, self._lease_id), load.target))
+
+    @contextmanager
+    def read_in_place(
+        self, *, from_block: int = 0, blocks: int | None = None, part: int | None = None
+    ) -> Iterator[list[NDArray[np.uint8]]]:
+        """Show blocks where they lie in the memory of a server on this host, such as to copy them to a GPU.
+
+        Gives read-only flat pieces, row after row, of as many leading blocks as lie in host memory; none where nothing
+        can be mapped, and then `load_into` does. They are shared with others: use them inside of the block, and end
+        copies of them before its end, at which UnavailableError is raised if the lease has ended meanwhile: then what
+        was read may be something else. A piece that is kept longer keeps memory from going elsewhere.
+        """
+        self._open.check()
+        if from_block < 0:
+            raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
+        count = max(0, self._blocks - from_block)
+        if blocks is not None:
+            count = min(count, max(0, blocks))
+        request = pb.LoadRequest(
+            session_id=self._held.session_id, lease_id=self._lease_id, from_block=from_block, blocks=count, part=part
+        )
+        with self._held.read_in_place(request) as pieces:
+            yield pieces
 
     def release(self) -> None:
         """End the lease; idempotent, and raises nothing if the server cannot be reached."""

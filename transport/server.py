@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import KvStore
     from kvstore.transport.address import TcpAddress, UnixAddress
+    from kvstore.transport.arena_service import ArenaUse
     from kvstore.transport.bulk_rows import BulkEngineHost
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
     from kvstore.transport.listen import PortServer
@@ -193,6 +194,11 @@ class TransportServer:
     def resent_prompts(self) -> int:
         """Prompts that a client of the fast lane had to send whole since their beginning was not known here."""
         return self._lane.resent_prompts
+
+    @property
+    def arena_use(self) -> ArenaUse:
+        """What processes on this host map of host memory."""
+        return self._lane.arena_use
 
     @property
     def bulk_engine_bytes(self) -> dict[str, int]:

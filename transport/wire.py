@@ -50,6 +50,7 @@ class Lane(enum.IntEnum):
 
     CONTROL = 1
     BULK = 2
+    ARENA = 3
 
 
 class Verdict(enum.IntEnum):
@@ -60,6 +61,7 @@ class Verdict(enum.IntEnum):
     FULL = 2
     SESSION = 3
     STOPPING = 4
+    NO_ARENA = 5
 
 
 class Kind(enum.IntEnum):
@@ -137,7 +139,7 @@ FLAG_DELTA = 1
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """The first bytes of a connection: the versions the client speaks, and for a bulk connection whose it is."""
+    """The first bytes of a connection: the versions the client speaks, and whose it is, unless it is for control."""
 
     lowest: int
     highest: int

@@ -98,9 +98,11 @@ def _require_welcome(hello: wire.ServerHello, address: UnixAddress | TcpAddress)
     if hello.verdict == wire.Verdict.OK and wire.VERSION_LOWEST <= hello.version <= wire.VERSION_HIGHEST:
         return
     if hello.verdict == wire.Verdict.FULL:
-        raise NoSpaceError(f"{address} takes no more connections for bytes from this client; wait for one to be free")
+        raise NoSpaceError(f"{address} takes no more such connections from this client; wait for one to be free")
     if hello.verdict == wire.Verdict.SESSION:
         raise UnknownSessionError(f"{address} has ended the session")
+    if hello.verdict == wire.Verdict.NO_ARENA:
+        raise NoFastLaneError(f"{address} gives its memory to nobody over this connection")
     if hello.verdict == wire.Verdict.STOPPING:
         raise UnavailableError(f"{address} is stopping")
     raise NoFastLaneError(

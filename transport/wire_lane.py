@@ -9,6 +9,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvstore.transport import wire
+from kvstore.transport.arena_service import ArenaConnection, ArenaUse
+from kvstore.transport.peer_process import PeerProcess
+from kvstore.transport.principal import Carrier
 from kvstore.transport.tls_socket import TlsSocket
 from kvstore.transport.tls_stream import TlsTransport
 from kvstore.transport.wire_bulk import BulkConnection
@@ -55,13 +58,21 @@ class WireLane:
         self._none_left = asyncio.Event()
         self._none_left.set()
         self._bulks: defaultdict[bytes, set[BulkConnection]] = defaultdict(set)
+        # Those of sessions that are open; and the tasks of all, since a process may map memory for longer than that.
+        self._arenas: dict[bytes, ArenaConnection] = {}
+        self._mapping: dict[ArenaConnection, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
 
     @property
     def connections(self) -> int:
         """Connections open now. May be asked from any thread, so it takes a copy that no other can change meanwhile."""
-        return len(self._controls) + sum(map(len, tuple(self._bulks.values())))
+        return len(self._controls) + sum(map(len, tuple(self._bulks.values()))) + len(self._mapping)
+
+    @property
+    def arena_use(self) -> ArenaUse:
+        """What processes on this host map. May be asked from any thread."""
+        return sum((arena.use for arena in tuple(self._mapping)), start=ArenaUse())
 
     def start(self) -> None:
         """Begin to look after connections; to be called in the event loop."""
@@ -78,12 +89,19 @@ class WireLane:
                 connection.end()
         while self._tasks:
             await asyncio.wait(self._tasks)
+        await self._end_arenas()
         await asyncio.to_thread(self.bulk.close)
 
     def welcome(self, connected: socket.socket, raw_hello: bytes, origin: Origin) -> None:
         """Take over a connection that said hello, or refuse it by name."""
         hello = wire.decode_client_hello(raw_hello)
         verdict = self._verdict(hello, origin)
+        process: PeerProcess | None = None
+        if verdict is wire.Verdict.OK and hello.lane == wire.Lane.ARENA:
+            try:
+                process = PeerProcess(connected)
+            except OSError:
+                verdict = wire.Verdict.NO_ARENA
         if verdict is not wire.Verdict.OK:
             self.refuse(verdict.name.lower())
         _prepare(connected)
@@ -91,6 +109,8 @@ class WireLane:
             connected.send(wire.encode_server_hello(verdict, hello, self.state.limits.prompt_bytes_per_session))
         except OSError:
             connected.close()
+            if process is not None:
+                process.close()
             return
         if verdict is not wire.Verdict.OK:
             connected.close()
@@ -99,6 +119,9 @@ class WireLane:
         else:
             session = self.state.sessions.find(hello.session_id)
             assert session is not None, "the verdict was OK"
+            if process is not None:
+                self._begin_arena(ArenaConnection(self, connected, session, process), session.session_id)
+                return
             connection = BulkConnection(self, connected, session)
             self._bulks[session.session_id].add(connection)
             self._spawn(self._serve_bulk(connection, session.session_id))
@@ -132,6 +155,9 @@ class WireLane:
         """End a session, with its bulk connections and everything it holds."""
         for connection in tuple(self._bulks.get(session.session_id, ())):
             connection.end()
+        arena = self._arenas.pop(session.session_id, None)
+        if arena is not None:
+            arena.end()
         self.state.end_session(session)
 
     async def _end_controls(self) -> None:
@@ -151,12 +177,18 @@ class WireLane:
             return verdict
         if self.stopping:
             return wire.Verdict.STOPPING
-        if hello.lane == wire.Lane.BULK:
+        if hello.lane == wire.Lane.ARENA and origin.carrier is not Carrier.UNIX:
+            return wire.Verdict.NO_ARENA
+        if hello.lane != wire.Lane.CONTROL:
             session = self.state.sessions.find(hello.session_id)
             if session is None or session.origin != origin:
                 return wire.Verdict.SESSION
-            if len(self._bulks.get(hello.session_id, ())) >= self.state.limits.bulk_connections_per_session:
-                return wire.Verdict.FULL
+        is_full = hello.session_id in self._arenas or len(self._mapping) >= self.state.limits.arena_clients
+        if hello.lane == wire.Lane.ARENA and is_full:
+            return wire.Verdict.FULL
+        bulks = len(self._bulks.get(hello.session_id, ()))
+        if hello.lane == wire.Lane.BULK and bulks >= self.state.limits.bulk_connections_per_session:
+            return wire.Verdict.FULL
         return wire.Verdict.OK
 
     async def _serve_control(self, connected: socket.socket, origin: Origin) -> None:
@@ -173,6 +205,29 @@ class WireLane:
             self._bulks[session_id].discard(connection)
             if not self._bulks[session_id]:
                 del self._bulks[session_id]
+
+    def _begin_arena(self, arena: ArenaConnection, session_id: bytes) -> None:
+        self._arenas[session_id] = arena
+        self._mapping[arena] = asyncio.get_running_loop().create_task(self._serve_arena(arena, session_id))
+
+    async def _serve_arena(self, arena: ArenaConnection, session_id: bytes) -> None:
+        try:
+            await arena.serve()
+        finally:
+            del self._mapping[arena]
+            if self._arenas.get(session_id) is arena:
+                del self._arenas[session_id]
+
+    async def _end_arenas(self) -> None:
+        """Let clients unmap what they have, for a moment; whoever does not is left with memory that nobody uses."""
+        for arena in tuple(self._mapping):
+            arena.end()
+        tasks = tuple(self._mapping.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=_FLUSH_SECONDS)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -15,6 +15,7 @@ from kvstore import __version__
 from kvstore.errors import UnavailableError
 from kvstore.tokens import packed_tokens
 from kvstore.transport import convert, wire
+from kvstore.transport.arena import Arena
 from kvstore.transport.link import Matched, OpenNamespaces, R
 from kvstore.transport.lookup_frames import LookupWriter
 from kvstore.transport.plans import SESSION
@@ -29,6 +30,7 @@ from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from google.protobuf.message import Message
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.bulk import BulkCalls
     from kvstore.transport.bulk_client import BulkEngineClient
-    from kvstore.transport.link import Lookup, Rpc
+    from kvstore.transport.link import ArenaStatus, Lookup, Rpc
     from kvstore.types import Namespace, Root
 
 P = TypeVar("P", bound="Message")
@@ -71,6 +73,7 @@ class WireLink:
         self._pool: BulkCalls = BulkPool(address, self._session_id)
         if bulk is not None:
             self._pool = bulk.over(self._pool, self.session)
+        self._arena = Arena(address, self._session_id)
         _links.add(self)
 
     @property
@@ -82,10 +85,13 @@ class WireLink:
         """End the session; idempotent. Calls under way in other threads fail."""
         self._exchange.end()
         self._pool.end()
+        self._arena.end()
 
     def call(self, rpc: Rpc[R], request: Message, ends_at: float) -> R:
         """One call."""
         method = wire.Method[rpc.method]
+        if isinstance(request, pb.ReleaseRequest):
+            self._arena.end_lease(request.lease_id)
         if method in wire.PROMPT_METHODS:
             whole, message = prompt_message(request)
             answer = self._ask_by_growth(method, message, whole, ends_at)
@@ -121,8 +127,15 @@ class WireLink:
             self.close()
 
     def load(self, request: pb.LoadRequest, target: NDArray[np.uint8], ends_at: float) -> int:
-        """Receive leased blocks straight into the flat `target`; returns how many leading blocks are right."""
+        """Copy leased blocks into the flat `target` from where they lie, or have them sent straight there.
+
+        Returns how many leading blocks are right.
+        """
+        copied = self._arena.load(request, target, ends_at)
+        if copied == request.blocks:
+            return copied
         row_bytes = target.size // request.blocks
+        request, target = rest_of(request, target, copied)
         try:
             answer, filled_bytes = self._pool.load(request, target.data, ends_at)
         except UnavailableError:
@@ -131,7 +144,16 @@ class WireLink:
         summary = parsed(pb.LoadResponse, answer, self._address).summary
         if filled_bytes != summary.blocks * row_bytes:
             raise UnavailableError(f"{self._address} ended a load without all of its bytes")
-        return summary.blocks
+        return copied + summary.blocks
+
+    def read_in_place(self, request: pb.LoadRequest, ends_at: float) -> AbstractContextManager[list[NDArray[np.uint8]]]:
+        """The bytes of leading blocks where they lie, while the block runs; none where that cannot be."""
+        return self._arena.read_in_place(request, ends_at)
+
+    @property
+    def arena(self) -> ArenaStatus:
+        """Whether blocks are read where they lie."""
+        return self._arena.status
 
     def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send the flat `source` to a stage; returns how many rows were taken."""
@@ -150,6 +172,7 @@ class WireLink:
         """In the child of a fork: the session stays the parent's, and is over here."""
         self._exchange.forget()
         self._pool.forget()
+        self._arena.forget()
 
     def _body(self, method: wire.Method, answer: Answer) -> bytes:
         try:
@@ -174,6 +197,19 @@ class WireLink:
         self._exchange.check()
         if self._exchange.ended:
             self._pool.end()
+
+
+def rest_of(
+    request: pb.LoadRequest, target: NDArray[np.uint8], copied: int
+) -> tuple[pb.LoadRequest, NDArray[np.uint8]]:
+    """What is left of a load of which `copied` leading blocks are there."""
+    if not copied:
+        return request, target
+    rest = pb.LoadRequest()
+    rest.CopyFrom(request)
+    rest.from_block += copied
+    rest.blocks -= copied
+    return rest, target[copied * (target.size // request.blocks) :]
 
 
 def session_request(address: UnixAddress | TcpAddress) -> pb.SessionRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from kvstore.buffers import writable_rows
@@ -24,9 +25,18 @@ if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.leased_parts import LeasedParts
     from kvstore.store.space import Space
-    from kvstore.types import BlockIds
+    from kvstore.tiers.host import HostPool
+    from kvstore.types import BlockIds, Slots
 
 _DISK_BATCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedPlaces:
+    """Slots of a pool in which leading blocks of a lease lie, true until it ends."""
+
+    pool: HostPool
+    slots: Slots
 
 
 class StoreLease:
@@ -50,6 +60,7 @@ class StoreLease:
         self._forget = forget
         self._lock = threading.Lock()
         self._open = True
+        self._endings: list[Callable[[], None]] = []  # guarded by _lock
         self.expires_at = index.clock.monotonic() + index.settings.lease_seconds_max
 
     @property
@@ -103,12 +114,38 @@ class StoreLease:
                 freed = self._space.release(held)
             freed.settle()
 
+    def places(self, *, part: int | None) -> LeasedPlaces:
+        """Where leading blocks lie in host memory, for who reads them there; counts them as loaded, by `part`.
+
+        They are right as long as the lease has not ended; see `watch`. Raises ClosedError if it has.
+        """
+        with self._lock:
+            self._check_open()
+            with self._index.lock:
+                slots = self._space.tree.slots(self._ids, Tier.HOST)
+        slots = slots[: leading(slots != NO_SLOT)]
+        layout = self._space.layout
+        row_bytes = layout.block_bytes if part is None else layout.part_bytes(part)
+        self._count_loaded(Tier.HOST, int(slots.size), int(slots.size) * row_bytes)
+        return LeasedPlaces(self._space.host, slots)
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Have `ended` called once, when the lease has ended and before any of its slots can be used again.
+
+        It must not wait. Raises ClosedError if the lease has ended.
+        """
+        with self._lock:
+            self._check_open()
+            self._endings.append(ended)
+
     def release(self) -> None:
         """End the lease; idempotent."""
         with self._lock:
             if not self._open:
                 return
             self._open = False
+            for ended in self._endings:
+                ended()
         with self._index.lock:
             freed = self._space.release(self._ids, self._sparse.hold)
         self._index.settle(freed)

@@ -368,7 +368,8 @@ class RoomMaker:
         """Let as much leave as the emptiest extent holds, by worth, and move what is left in that one elsewhere."""
         for extent in sorted(space.host.ranges(), key=space.host.used_in):
             # What somebody holds cannot move. Looking on loses nothing: pins may hold any number of extents for long.
-            if space.host.is_kept(extent) or not is_movable(self._index, space, extent):
+            # Last, who maps the extent is asked for it, so that nobody is where that would be for nothing.
+            if not is_movable(self._index, space, extent) or space.host.is_kept(extent):
                 continue
             used_count = space.host.used_in(extent)
             missing_count = used_count - (space.host.free_slots - (extent.count - used_count))

@@ -150,6 +150,7 @@ def test_the_buffer_of_a_cancelled_transfer_is_free_when_its_await_returns(tmp_p
             lease = await client.lease(await client.match(NAMESPACE, PROMPT))
             stage = await client.stage(NAMESPACE, STAGED)
             buffer = np.zeros((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+            lease._held.link._arena.end()  # so that bytes travel
             await lease.load_into(buffer[:1])
             freeze(process)
             try:

@@ -29,6 +29,7 @@ from kvstore.transport.breaker import BreakerState
 from kvstore.transport.client import Client
 from kvstore.transport.link import flat_deadlines
 from kvstore.transport.remote import RemoteLease, RemoteStage
+from kvstore.transport.wire_link import WireLink
 from kvstore.types import Namespace
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ CALLS: dict[str, Callable[[Held], object]] = {
     "Client.status": lambda held: held.client.status(),
     "Client.within": lambda held: held.client.within(DEADLINE_SECONDS).match(NAMESPACE, np.arange(2**20)),
     "Lease.load_into": lambda held: held.lease.load_into(bytearray(BLOCKS * LAYOUT.block_bytes)),
+    "Lease.read_in_place": lambda held: held.lease.read_in_place().__enter__(),
     "Lease.release": lambda held: held.lease.release(),
     "Lease.__exit__": lambda held: held.lease.__exit__(None, None, None),
     "Stage.wanted": lambda held: held.stage.wanted(0),
@@ -114,6 +116,7 @@ QUIET = {"KvStore.close", "KvStore.__exit__", "Lease.release", "Lease.__exit__",
     "StateLease.release",
     "StateLease.__exit__",
     "StateStage.abort",
+    "Lease.read_in_place",  # which shows nothing then
 }
 
 
@@ -244,6 +247,9 @@ def prepare(address: str) -> Held:
         client.lease_state(state_match),
         client.stage_state(STATES, staged, state_bytes=STATE_BYTES),
     )
+    if isinstance(lease._held.link, WireLink):
+        # Whose places are known is read without the server, so let them be asked for again.
+        lease._held.link._arena.end_lease(lease._lease_id)
     client._deadlines = flat_deadlines(DEADLINE_SECONDS)
     for held in (lease, stage, state_lease.rows, state_stage.rows):
         assert isinstance(held, RemoteLease | RemoteStage)

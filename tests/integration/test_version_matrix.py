@@ -69,6 +69,30 @@ def test_a_client_of_another_version_works_by_the_fast_lane_or_by_grpc(
     assert (lane == "grpc") == (refusal in caplog.text)
 
 
+def test_a_client_of_a_server_without_arenas_has_bytes_sent(
+    store_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    answer = wire.answer_hello
+
+    def answer_as_before(hello: wire.ClientHello) -> Verdict:
+        return Verdict.VERSION if hello.lane == Lane.ARENA else answer(hello)
+
+    monkeypatch.setattr(wire, "answer_hello", answer_as_before)
+    with caplog.at_level("INFO", "kvstore.transport"), kvstore.connect(store_address) as client:
+        store_prompt(client, NAMESPACE, PROMPT)
+        for _ in range(2):
+            assert BLOCKS == verified_blocks(client, NAMESPACE, PROMPT)
+        assert ("wire", 0, 2) == (client.status().lane, client.arena.loaded_bytes, client.arena.fallbacks)
+    assert 1 == caplog.text.count("blocks are not read in place")
+
+
+@pytest.fixture
+def store_address(tmp_path: Path) -> Iterator[str]:
+    """A server in this process, whose version a test may change."""
+    with kvstore.open(None, host_bytes=8 * MIB) as store, ServedStore(store, [f"unix://{tmp_path}/s"]) as served:
+        yield served.addresses[0]
+
+
 class OtherServer(threading.Thread):
     """A server of versions `lowest` to `highest` that takes one connection, and answers its first call with stats."""
 

@@ -133,6 +133,30 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> MapShared(int fd, size_t bytes, siz
   return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(address, {bytes}, owner);
 }
 
+struct ForeignMapping {
+  void* address;
+  size_t bytes;
+  pid_t owner;
+};
+
+// As MapShared, of memory that cannot be written. In the child of a fork there is nothing to unmap.
+nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> MapReadOnly(int fd, size_t bytes, size_t alignment) {
+  void* address = kvstore::MapReadOnly(fd, bytes, alignment);
+  if (address == nullptr) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  nb::capsule owner(new ForeignMapping{address, bytes, getpid()}, [](void* mapping) noexcept {
+    const auto* mapped = static_cast<ForeignMapping*>(mapping);
+    if (mapped->owner == getpid()) {
+      const nb::gil_scoped_release released;
+      kvstore::Unmap(mapped->address, mapped->bytes);
+    }
+    delete mapped;
+  });
+  return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(address, {bytes}, owner);
+}
+
 int AdviseHuge(uint64_t address, size_t bytes) { return kvstore::AdviseHuge(address, bytes); }
 
 int Populate(uint64_t address, size_t bytes) {
@@ -157,6 +181,7 @@ int UnlockPages(uint64_t address, size_t bytes) {
 
 void DefineMemory(nb::module_& m) {
   m.def("map_shared", &MapShared, nb::arg("fd"), nb::arg("nbytes"), nb::arg("alignment"));
+  m.def("map_read_only", &MapReadOnly, nb::arg("fd"), nb::arg("nbytes"), nb::arg("alignment"));
   m.def("advise_huge", &AdviseHuge, nb::arg("address"), nb::arg("nbytes"));
   m.def("populate", &Populate, nb::arg("address"), nb::arg("nbytes"));
   m.def("touch", &Touch, nb::arg("address"), nb::arg("nbytes"));

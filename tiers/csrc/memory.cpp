@@ -16,9 +16,7 @@ void* AsPointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
 int ErrorOf(int result) { return result == 0 ? 0 : errno; }
 
-}  // namespace
-
-void* MapShared(int fd, size_t bytes, size_t alignment) {
+void* Map(int fd, size_t bytes, size_t alignment, int protection) {
   // More than is wanted, to have an aligned piece in it; what is left over is returned at once.
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t whole = (bytes + page - 1) / page * page;
@@ -27,7 +25,7 @@ void* MapShared(int fd, size_t bytes, size_t alignment) {
   if (reserved == MAP_FAILED) return nullptr;
   const auto first = reinterpret_cast<uint64_t>(reserved);
   const uint64_t aligned = (first + alignment - 1) / alignment * alignment;
-  void* mapped = mmap(AsPointer(aligned), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+  void* mapped = mmap(AsPointer(aligned), bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
   if (mapped == MAP_FAILED) {
     const int error = errno;
     munmap(reserved, span);
@@ -36,6 +34,21 @@ void* MapShared(int fd, size_t bytes, size_t alignment) {
   }
   if (aligned > first) munmap(reserved, aligned - first);
   if (first + span > aligned + whole) munmap(AsPointer(aligned + whole), first + span - aligned - whole);
+  return mapped;
+}
+
+}  // namespace
+
+void* MapShared(int fd, size_t bytes, size_t alignment) { return Map(fd, bytes, alignment, PROT_READ | PROT_WRITE); }
+
+void* MapReadOnly(int fd, size_t bytes, size_t alignment) {
+  void* mapped = Map(fd, bytes, alignment, PROT_READ);
+  if (mapped != nullptr && madvise(mapped, bytes, MADV_DONTFORK) != 0) {
+    const int error = errno;
+    munmap(mapped, bytes);
+    errno = error;
+    return nullptr;
+  }
   return mapped;
 }
 

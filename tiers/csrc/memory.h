@@ -10,6 +10,9 @@ namespace kvstore {
 // fit. Returns nullptr with errno set where that cannot be.
 void* MapShared(int fd, size_t bytes, size_t alignment);
 
+// Maps another process's memory for reading alone, aligned as above. The child of a fork does not have the mapping.
+void* MapReadOnly(int fd, size_t bytes, size_t alignment);
+
 void Unmap(void* address, size_t bytes);
 
 // Each of these returns 0 or an errno. Addresses and sizes are multiples of a page.

@@ -17,6 +17,7 @@ from kvstore.metrics import (
 )
 from kvstore.tiers.extent_stock import HostMemoryState
 from kvstore.tiers.huge_pages import PageKind
+from kvstore.transport.arena_service import ArenaUse
 from kvstore.types import StoreStats, TierStats, WhatIf
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Process:
     connections: ClassVar = {"wire": 19, "grpc": 20}
     refused_connections: ClassVar = {"full": 21}
     resent_prompts = 22
+    arena_use = ArenaUse(clients=27, extents=28, mapped_bytes=29, quarantined_bytes=30)
     bulk_engine_bytes: ClassVar = {"load": 23}
     bulk_engine_failures: ClassVar = {"connect": 24}
     refused_by_tenant_limits: ClassVar = {"rate": 23}
@@ -86,6 +88,10 @@ EXPECTED = {
     ("kvstore_reloads_total", "tls,ok"): 24,
     ("kvstore_refused_connections_total", "full"): 21,
     ("kvstore_resent_prompts_total", ""): 22,
+    ("kvstore_arena_clients", ""): 27,
+    ("kvstore_arena_mapped_extents", ""): 28,
+    ("kvstore_arena_mapped_bytes", ""): 29,
+    ("kvstore_arena_quarantined_bytes", ""): 30,
     ("kvstore_bulk_engine_bytes_total", "load"): 23,
     ("kvstore_bulk_engine_failures_total", "connect"): 24,
     ("kvstore_tier_capacity_bytes", "host"): 1000,

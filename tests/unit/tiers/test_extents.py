@@ -7,14 +7,22 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from kvstore.tiers import extent as extent_module
+from kvstore.tiers import host as host_module
 from kvstore.tiers.base import SlotRange
 from kvstore.tiers.extent import Extent, geometry
 from kvstore.tiers.host import HostPool, HostTier
 from kvstore.tiers.huge_pages import PLAIN_PAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NS = b"n" * 16
 OTHER_NS = b"o" * 16
@@ -62,31 +70,34 @@ def test_parts_begin_on_pages_of_their_own() -> None:
     assert (0, 13 * PAGE, 14 * PAGE, 24 * PAGE) == (*shape.part_offsets, shape.nbytes)
 
 
-def test_a_read_only_descriptor_cannot_be_mapped_for_writing() -> None:
+def test_nobody_writes_to_a_lent_extent_by_a_descriptor_nor_by_one_that_is_opened_again() -> None:
     with HostTier(1 << 20) as tier:
         pool = tier.pool(NS, (100,))
-        filled(pool, 1)
+        slots, rows = filled(pool, 1)
         with held(pool) as hold:
             fd = hold.open_read_only()
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # as the same user may
+            with pytest.raises(PermissionError):
+                mmap.mmap(again, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            with pytest.raises(PermissionError):
+                os.pwrite(again, b"x", 0)
+            os.close(again)
             os.close(fd)
+        pool.write(slots, rows)  # only the tier still can
 
 
-def test_a_writable_descriptor_writes_where_the_pool_reads() -> None:
+def test_a_kernel_without_such_a_seal_lets_nobody_map_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extent_module, "_F_SEAL_FUTURE_WRITE", 1 << 30)  # as EINVAL to us as 0x10 to Linux 5.0
     with HostTier(1 << 20) as tier:
         pool = tier.pool(NS, (100,))
         slots, rows = filled(pool, 3)
-        place = pool.place(int(slots[1]), 0)
-        with held(pool) as hold:
-            fd = hold.open_writable()
-            with mmap.mmap(fd, 0) as mapped:
-                mapped[place.offset : place.offset + place.nbytes] = bytes(100)
-            os.close(fd)
+        with held(pool) as hold, pytest.raises(OSError, match="kernel"):
+            hold.open_read_only()
         read = np.zeros_like(rows)
         pool.read(slots, read)
-    rows[1] = 0
-    np.testing.assert_array_equal(rows, read)
+        np.testing.assert_array_equal(rows, read)
 
 
 def test_no_descriptor_changes_the_size_of_a_lent_extent() -> None:
@@ -94,11 +105,13 @@ def test_no_descriptor_changes_the_size_of_a_lent_extent() -> None:
         pool = tier.pool(NS, (100,))
         filled(pool, 1)
         with held(pool) as hold:
-            fd = hold.open_writable()
+            fd = hold.open_read_only()
+            again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
             for size in (0, hold.nbytes * 2):
                 with pytest.raises(PermissionError):
-                    os.ftruncate(fd, size)
+                    os.ftruncate(again, size)
             assert fcntl.F_SEAL_SEAL & fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            os.close(again)
             os.close(fd)
 
 
@@ -201,3 +214,70 @@ def test_descriptors_come_back_with_their_extents() -> None:
     filled(pool, 4096)
     tier.close()
     assert before == open_descriptors()
+
+
+def test_who_holds_an_extent_is_asked_for_it_once() -> None:
+    with HostTier(1000, extent_bytes=1000) as tier:
+        pool = tier.pool(NS, (100,))
+        slots, _ = filled(pool, 10)
+        (place,) = pool.extents()
+        asked = []
+        hold = pool.hold(place.extent_id, lambda: asked.append(place.extent_id))
+        assert hold is not None
+        for _ in range(2):
+            assert pool.is_kept(place.slots)
+        assert [place.extent_id] == asked
+        pool.free(slots)
+        assert not pool.give_back(place.slots)
+        hold.release()
+        assert pool.give_back(place.slots)
+
+
+def test_who_does_not_answer_is_waited_for_once_however_many_extents_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "RECALL_SECONDS", 0.5)
+    with HostTier(10_000, extent_bytes=1000) as tier:
+        pool = tier.pool(NS, (100,))
+        filled(pool, 100)
+        holds = [pool.hold(place.extent_id, lambda: None) for place in pool.extents()]
+        began = time.monotonic()
+        assert all(pool.is_kept(place.slots) for place in pool.extents())
+        assert 0.5 <= time.monotonic() - began < 2.0
+        for hold in holds:
+            assert hold is not None
+            hold.release()
+        assert not any(pool.is_kept(place.slots) for place in pool.extents())
+
+
+@pytest.mark.parametrize("wanted", [HostPool.is_kept, HostPool.give_back])
+def test_an_extent_that_its_holder_lets_go_at_once_is_free_at_once(wanted: Callable[..., bool]) -> None:
+    with HostTier(1000, extent_bytes=1000) as tier:
+        pool = tier.pool(NS, (100,))
+        pool.free(filled(pool, 10)[0])
+        (place,) = pool.extents()
+        hold = pool.hold(place.extent_id, lambda: threading.Thread(target=hold.release).start())
+        assert hold is not None
+        assert (wanted is HostPool.give_back) == wanted(pool, place.slots)
+        assert not tier.memory().held_extents
+
+
+def test_who_holds_an_extent_that_is_taken_out_of_use_is_asked_for_it() -> None:
+    with HostTier(1000, extent_bytes=1000) as tier:
+        pool = tier.pool(NS, (100,))
+        pool.free(filled(pool, 10)[0])
+        asked: list[bool] = []
+        hold = pool.hold(pool.extents()[0].extent_id, lambda: asked.append(True))
+        assert hold is not None
+        tier.forget(NS)
+        assert [True] == asked
+        assert 1000 == tier.reserved_bytes
+        hold.release()
+        assert 0 == tier.reserved_bytes
+
+
+def test_the_extents_of_some_slots_are_those_that_hold_one() -> None:
+    with HostTier(3000, extent_bytes=1000) as tier:
+        pool = tier.pool(NS, (100,))
+        slots, _ = filled(pool, 30)
+        first, _, third = pool.extents()
+        assert (first, third) == pool.extents_of(slots[[29, 3, 28]])
+        assert () == pool.extents_of(slots[:0])

@@ -7,13 +7,14 @@ import struct
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import errors
 from kvstore.errors import KvstoreError, NoSpaceError
-from kvstore.transport import wire
+from kvstore.transport import arena_frames, wire
 from kvstore.transport.frames import encode_matched
 from kvstore.transport.lookup_frames import LookupWriter
 from kvstore.transport.status import UnknownSessionError
@@ -66,6 +67,19 @@ MADE = {
     "resend": wire.encode_frame(Kind.RESEND, b"", call_id=8),
     "error": wire.encode_error(NoSpaceError("1024 sessions are open"), 9),
     "data": wire.encode_header(Kind.DATA, 4, call_id=1) + b"rows",
+    "client hello, arena": wire.encode_client_hello(Lane.ARENA, SESSION_ID),
+    "server hello, no arena": wire.encode_server_hello(Verdict.NO_ARENA, HELLO, 4194304),
+    "arena: board": arena_frames.encode_board(1024),
+    "arena: place": arena_frames.encode_place(12, 77, 1),
+    "arena: place all parts": arena_frames.encode_place(12, 77, None),
+    "arena: mappings": arena_frames.encode_mappings(
+        12, [arena_frames.LentExtent(3, 100, 50, 28672, (333, 160), (0, 20480))]
+    ),
+    "arena: placed": arena_frames.encode_placed(
+        12, arena_frames.Placed(9, (3, 4), np.array([100, 101, 7], dtype=np.uint32))
+    ),
+    "arena: sync": arena_frames.encode_sync(13, [3, 4]),
+    "arena: recalled": arena_frames.encode_recalled(13, [5]),
 }  # fmt: skip
 
 
@@ -100,7 +114,7 @@ def test_a_server_takes_clients_whose_versions_meet_its_own_and_names_its_own_to
 
 
 def test_a_lane_that_is_not_there_is_refused():
-    raw = struct.pack("<8sHHB3x16s", wire.MAGIC, 1, 1, 3, bytes(16))
+    raw = struct.pack("<8sHHB3x16s", wire.MAGIC, 1, 1, 4, bytes(16))
     assert Verdict.VERSION is wire.answer_hello(wire.decode_client_hello(raw))
 
 
