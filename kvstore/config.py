@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.codec_config import ACCEPT, LOSSY_COMPRESSIONS, CodecConfig
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
@@ -126,6 +127,9 @@ class DiskConfig:
         "What stays free on each file system: below it no file of blocks is made.",
         maximum=_SIZE_BYTES_MAX,
         auto="1GiB or 2 %, whichever is more, at most a tenth",
+    )
+    key_file: str = _setting(
+        "", Kind.TEXT, "File with the keys of encryption at rest, the newest first; others may not read it."
     )
     kind: str = _setting(DISK_KIND, Kind.TEXT, "Which tier: slabs, or one that another package offers by that name.")
 
@@ -316,6 +320,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict, metadata={"by_name": TenantConfig})
     quota: Mapping[str, QuotaConfig] = field(default_factory=dict, metadata={"by_name": QuotaConfig})
+    codec: Mapping[str, CodecConfig] = field(default_factory=dict, metadata={"by_name": CodecConfig})
     events: EventsConfig = field(default_factory=EventsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -323,6 +328,11 @@ class Config:
     def quotas(self) -> tuple[QuotaConfig, ...]:
         """Quotas in their order: the tables `[[quota]]` as the file has them, then those with names of their own."""
         return tuple(self.quota[name] for name in sorted(self.quota, key=_by_number))
+
+    @property
+    def codecs(self) -> tuple[CodecConfig, ...]:
+        """Codecs in their order, as quotas are."""
+        return tuple(self.codec[name] for name in sorted(self.codec, key=_by_number))
 
     @property
     def disk_bytes(self) -> int:
@@ -547,10 +557,12 @@ def _check(config: Config) -> None:
     if config.tiers.disk.capacity_bytes and not config.data_dir:
         raise ConfigError("tiers.disk.capacity_bytes is set without data_dir; say where the files go (--data-dir)")
     disk = config.tiers.disk
-    for name, given in (("further_dirs", disk.further_dirs), ("free_floor_bytes", disk.free_floor_bytes)):
+    needing = {"further_dirs": disk.further_dirs, "free_floor_bytes": disk.free_floor_bytes, "key_file": disk.key_file}
+    for name, given in needing.items():
         if given and not config.disk_bytes:
             raise ConfigError(f"tiers.disk.{name} is set without a disk tier; set data_dir too")
     _check_quotas(config)
+    _check_codecs(config)
 
 
 def _check_quotas(config: Config) -> None:
@@ -564,6 +576,24 @@ def _check_quotas(config: Config) -> None:
                 raise ConfigError(
                     f"quota.{name}.{tier}_min is {least}, expected at most the tier's capacity, which is {capacity}"
                 )
+
+
+def _check_codecs(config: Config) -> None:
+    if (config.codec or config.tiers.disk.key_file) and config.tiers.disk.kind != DISK_KIND:
+        raise ConfigError(
+            f"codec and tiers.disk.key_file are for tiers.disk.kind {DISK_KIND!r}, but that is "
+            f"{config.tiers.disk.kind!r}; leave them out"
+        )
+    for name, codec in config.codec.items():
+        if not config.disk_bytes:
+            raise ConfigError(f"codec.{name} is set without a disk tier; set data_dir too")
+        if codec.compression in LOSSY_COMPRESSIONS and codec.lossy != ACCEPT:
+            raise ConfigError(
+                f"codec.{name}.compression is {codec.compression!r}, which does not give back just what was stored; "
+                f"set codec.{name}.lossy to {ACCEPT!r} too, or choose 'blosc2'"
+            )
+        if codec.encryption != "none" and not config.tiers.disk.key_file:
+            raise ConfigError(f"codec.{name}.encryption is {codec.encryption!r}, expected tiers.disk.key_file too")
 
 
 def _origins(chosen: Mapping[str, tuple[object, str]]) -> Iterator[Origin]:

@@ -15,9 +15,11 @@ from kvstore.errors import NoSpaceError
 from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
 from kvstore.store.budget import StoreBudget, default_bytes_per_second
+from kvstore.store.codecs import coding
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.store.sparse import SparseGroup, SparseParts
+from kvstore.tiers.persistent import CodingTier
 from kvstore.types import Tier, require_namespace
 
 if TYPE_CHECKING:
@@ -215,6 +217,7 @@ class Index:
         disk_pool = None
         if self.disk is not None:
             disk_pool = self.disk.pool(ns_id, layout.part_sizes, layout.block_tokens, bytes_max=shares[Tier.DISK].dense)
+            self._use_coding(ns_id, namespace, None)
         space = Space(
             ns_id=ns_id,
             ns_key=hashing.namespace_key(namespace, self._node_secret),
@@ -223,7 +226,7 @@ class Index:
             disk=disk_pool,
             events=self.events,
             policy=self.settings.eviction_policy,
-            sparse=self._make_sparse(ns_id, layout, shares),
+            sparse=self._make_sparse(ns_id, namespace, shares),
             quota=quota,
             hash_seed=None if saved is None else saved.hash_seed,
             budget=StoreBudget(
@@ -258,7 +261,13 @@ class Index:
             shares[tier] = Share(dense=whole - sparse, sparse=sparse // len(layout.groups))
         return shares
 
-    def _make_sparse(self, ns_id: bytes, layout: KvLayout, shares: dict[Tier, Share]) -> SparseParts:
+    def _use_coding(self, pool_id: bytes, namespace: Namespace, group: int | None) -> None:
+        """Tell a tier that has codecs how a pool's blocks are stored, and what they are: old ones are read by that."""
+        if isinstance(self.disk, CodingTier):
+            self.disk.use_coding(pool_id, coding(self.settings.codecs, namespace, group))
+
+    def _make_sparse(self, ns_id: bytes, namespace: Namespace, shares: dict[Tier, Share]) -> SparseParts:
+        layout = namespace.layout
         groups = []
         for number, rule in enumerate(layout.groups):
             pool_id = hashing.group_pool_id(ns_id, number)
@@ -267,6 +276,7 @@ class Index:
             disk = None
             if self.disk is not None:
                 disk = self.disk.pool(pool_id, sizes, layout.block_tokens, bytes_max=shares[Tier.DISK].sparse)
+                self._use_coding(pool_id, namespace, number)
             groups.append(SparseGroup(rule, layout.group_parts(number), host, disk))
         return SparseParts(layout, groups)
 
