@@ -1,4 +1,4 @@
-"""A block in a coded slot: the header, and from the next multiple of 64 bytes on all payloads, one after the other.
+"""A block in a coded slot: the header, and right behind it all payloads, one after the other.
 
 A payload is what the pipeline's codec made of a part, or the part itself, and, where the pipeline encrypts, that sealed
 in segments (codecs/aes_gcm.py), whose pieces are numbered through the block from 1 on. Zeros follow, to the slot's end.
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from kvstore.tiers.codecs.coding import EncodedBlock, PoolCoding
     from kvstore.tiers.coded_header import CodedHeader, Place
 
-_ALIGNMENT = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Parts of a block that are read, and where each belongs."""
@@ -39,21 +36,16 @@ class Wanted:
     targets: tuple[Bytes1D, ...]
 
 
-def payload_offset(part_count: int, block_tokens: int) -> int:
-    """Where payloads begin in a slot."""
-    return -(-coded_header_bytes(part_count, block_tokens) // _ALIGNMENT) * _ALIGNMENT
-
-
 def block_bytes(block: EncodedBlock, block_tokens: int) -> int:
     """What a block takes of a slot."""
     payload_bytes = sum(_stored_bytes(len(part.data), block.pipeline.encrypts) for part in block.parts)
-    return payload_offset(len(block.parts), block_tokens) + payload_bytes
+    return coded_header_bytes(len(block.parts), block_tokens) + payload_bytes
 
 
 def block_bytes_max(part_sizes: Sequence[int], block_tokens: int, *, encrypts: bool) -> int:
     """What a block takes of a slot whose parts no codec makes smaller."""
     payload_bytes = sum(_stored_bytes(size, encrypts) for size in part_sizes)
-    return payload_offset(len(part_sizes), block_tokens) + payload_bytes
+    return coded_header_bytes(len(part_sizes), block_tokens) + payload_bytes
 
 
 def lay_out(
@@ -62,7 +54,7 @@ def lay_out(
     """Fill the memory of a slot; returns the packed header. Digests are of the bytes as they are copied."""
     block_tokens = len(identity.tokens) // 4
     clear = pack_clear(place, len(block.parts), block_tokens)
-    start = payload_offset(len(block.parts), block_tokens)
+    start = coded_header_bytes(len(block.parts), block_tokens)
     piece = HEADER_PIECE + 1
     parts = []
     for part in block.parts:
@@ -78,7 +70,6 @@ def lay_out(
     inside = Inside(block.pipeline.number, block.fingerprint, identity, tuple(parts))
     packed = seal_header(clear, inside, place.sequence, cipher)
     span[: len(packed)] = memoryview(packed)
-    span[len(packed) : payload_offset(len(parts), block_tokens)] = 0
     span[start:] = 0
     return packed
 
@@ -129,7 +120,7 @@ def _opened(header: CodedHeader, part: int, stored: Bytes1D, cipher: PieceCipher
 
 
 def _payloads(header: CodedHeader, span: Bytes1D) -> list[Bytes1D]:
-    start = payload_offset(len(header.parts), len(header.identity.tokens) // 4)
+    start = coded_header_bytes(len(header.parts), len(header.identity.tokens) // 4)
     payloads = []
     for part in header.parts:
         payloads.append(span[start : start + part.stored_bytes])

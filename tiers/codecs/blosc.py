@@ -5,6 +5,7 @@ The stored bytes are one Blosc2 frame ("chunk"); see https://www.blosc.org/c-blo
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvstore.tiers.codecs.base import PartForm
 
 _LEVEL = 5
+_FRAME_BYTES_MIN = 32
+_SIZES = struct.Struct("<4xI4xI")  # of the bytes inside a frame, and of the frame
 
 
 class BloscCodec:
@@ -53,7 +56,9 @@ class BloscCodec:
         return Encoded(np.frombuffer(frame, dtype=np.uint8)) if len(frame) < len(part) else None
 
     def decode(self, stored: Bytes1D, part: Bytes1D, form: PartForm) -> bool:  # noqa: ARG002  # as Codec
-        """Decompress in place."""
+        """Decompress in place; the library trusts the sizes that a frame begins with, so they are looked at first."""
+        if len(stored) < _FRAME_BYTES_MIN or _SIZES.unpack_from(stored) != (len(part), len(stored)):
+            return False
         try:
             self._blosc.decompress2(stored, dst=part, nthreads=1)
         except (ValueError, RuntimeError):
