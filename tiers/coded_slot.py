@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.codecs.coding import EncodedBlock, PoolCoding
     from kvstore.tiers.coded_header import CodedHeader, Place
 
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Parts of a block that are read, and where each belongs."""

@@ -57,7 +57,7 @@ class BloscCodec:
 
     def decode(self, stored: Bytes1D, part: Bytes1D, form: PartForm) -> bool:  # noqa: ARG002  # as Codec
         """Decompress in place; the library trusts the sizes that a frame begins with, so they are looked at first."""
-        if len(stored) < _FRAME_BYTES_MIN or _SIZES.unpack_from(stored) != (len(part), len(stored)):
+        if len(stored) < _FRAME_BYTES_MIN or _SIZES.unpack_from(stored.data) != (len(part), len(stored)):
             return False
         try:
             self._blosc.decompress2(stored, dst=part, nthreads=1)
