@@ -268,7 +268,10 @@ class DiskTier:
         return step
 
     def _adopt(self, files: DiskFiles) -> None:
-        """Take over the slabs that were there, with the blocks found in them."""
+        """Take over the slabs that were there, with the blocks found in them.
+
+        Where there are none of a namespace its slabs go: nobody would come to give them back.
+        """
         for slab in files.slabs:
             header = slab.header
             pool = self.pool(header.ns_id, header.part_sizes, header.block_tokens)
@@ -276,6 +279,8 @@ class DiskTier:
             if recovered:
                 self._recovered.setdefault(header.ns_id, []).extend(recovered)
         self.policy_files.keep(self._recovered)
+        for ns_id in self._pools.keys() - self._recovered.keys():
+            self.forget(ns_id)
 
     def _drop_recovered(self, ns_id: bytes, slot: int) -> None:
         """Give up a block from before the start if nobody has taken it yet."""
