@@ -173,7 +173,7 @@ def key_path(tmp_path: Path) -> Path:
 def test_killed_writers_of_coded_slots_leave_only_right_blocks(
     disk: Disk, coded_blocks: Blocks, key_path: Path
 ) -> None:
-    kill_writers(disk, coded_blocks, 10, key_path)
+    kill_writers(disk, coded_blocks, 6, key_path)
 
 
 @pytest.mark.kill
