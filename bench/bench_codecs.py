@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from machine import describe
 
+from kvstore.server import keep_freed_memory
 from kvstore.tiers.base import BlockIdentity
 from kvstore.tiers.buffers import aligned_bytes
 from kvstore.tiers.codecs.aes_gcm import BlockCipher, sealed_bytes
@@ -216,6 +217,7 @@ def disk_rows(folder: Path, keys: FileKeys, kind: str, blocks: np.ndarray, round
 
 
 def main() -> None:
+    keep_freed_memory()  # as the sidecar does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--megabytes", type=int, default=32)

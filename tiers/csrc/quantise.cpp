@@ -1,6 +1,6 @@
 #include "quantise.h"
 
-#include <array>
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstring>
@@ -41,67 +41,50 @@ struct Float16 {
   static float Read(Stored stored) {
     const uint32_t sign = static_cast<uint32_t>(stored & 0x8000) << 16;
     const uint32_t magnitude = stored & 0x7FFF;
-    if (magnitude >= 0x7C00) return FromBits(sign | 0x7F800000 | (magnitude << 13));
+    const uint32_t endless = magnitude >= 0x7C00 ? 0x7F800000 : 0;
     // As if the exponent were that of float32: off by 2^112, which is exact to put right, for subnormals too.
-    return FromBits(sign | Bits(FromBits(magnitude << 13) * 0x1p112F));
+    return FromBits(sign | endless | Bits(FromBits(magnitude << 13) * 0x1p112F));
   }
   static Stored Write(float value) {  // finite; to nearest, ties to even, largest where it is too large
     const uint32_t sign = (Bits(value) >> 16) & 0x8000;
-    const float magnitude = std::fabs(value);
-    if (magnitude >= 65504.0F) return static_cast<Stored>(sign | 0x7BFF);
-    if (magnitude < 0x1p-14F) {  // a subnormal counts steps of 2^-24
-      return static_cast<Stored>(sign | static_cast<uint32_t>(std::nearbyintf(magnitude * 0x1p24F)));
-    }
+    const float magnitude = std::fabs(value) < 65504.0F ? std::fabs(value) : 65504.0F;
+    // A subnormal counts steps of 2^-24. Adding 1/2 leaves just these steps in the lowest bits of the sum.
+    const uint32_t small = Bits(magnitude + 0.5F) - Bits(0.5F);
     const uint32_t bits = Bits(magnitude);
-    const uint32_t rounded = (bits + 0xFFF + ((bits >> 13) & 1)) >> 13;
-    return static_cast<Stored>(sign | (rounded - (112U << 10)));
+    const uint32_t large = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - (112U << 10);
+    return static_cast<Stored>(sign | (magnitude < 0x1p-14F ? small : large));
   }
 };
 
 // 1 sign, 4 exponent bits with a bias of 7, 3 mantissa bits, no infinities; the OCP's "FP8 E4M3".
 struct E4m3 {
   static constexpr float kMax = 448.0F;
-  static uint8_t Write(float value) {  // at most kMax; to nearest, ties to even
+  static uint8_t Write(float value) {  // to nearest, ties to even, largest where it is too large
     const uint32_t sign = (Bits(value) >> 24) & 0x80;
-    const float magnitude = std::fmin(std::fabs(value), kMax);
+    const float magnitude = std::fabs(value) < kMax ? std::fabs(value) : kMax;
     // A subnormal counts steps of 2^-9. Adding 2^14 leaves just these steps in the lowest bits of the sum.
     const uint32_t small = Bits(magnitude + 0x1p14F) - Bits(0x1p14F);
     const uint32_t bits = Bits(magnitude);
     const uint32_t large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120U << 3);
     return static_cast<uint8_t>(sign | (magnitude < 0x1p-6F ? small : large));
   }
-  static std::array<float, 256> Values() {
-    std::array<float, 256> values{};
-    for (uint32_t code = 0; code < 256; ++code) {
-      const uint32_t exponent = (code >> 3) & 15;
-      const uint32_t mantissa = code & 7;
-      const float magnitude = exponent ? std::ldexp(1.0F + mantissa / 8.0F, static_cast<int>(exponent) - 7)
-                                       : std::ldexp(static_cast<float>(mantissa), -9);
-      values[code] = code & 0x80 ? -magnitude : magnitude;
-    }
-    return values;
+  static float Read(uint8_t stored) {
+    const uint32_t sign = static_cast<uint32_t>(stored & 0x80) << 24;
+    // As if the exponent were that of float32: off by 2^120, which is exact to put right, for subnormals too.
+    return FromBits(sign | Bits(FromBits(static_cast<uint32_t>(stored & 0x7F) << 20) * 0x1p120F));
   }
 };
 
 struct Int8 {
   static constexpr float kMax = 127.0F;
   static uint8_t Write(float value) {
-    const float limited = std::fmax(std::fmin(value, kMax), -kMax);
+    const float below = value < kMax ? value : kMax;
+    const float limited = below > -kMax ? below : -kMax;
     // Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits of the sum.
     return static_cast<uint8_t>(Bits(limited + 12582912.0F) & 0xFF);
   }
-  static std::array<float, 256> Values() {
-    std::array<float, 256> values{};
-    for (int code = 0; code < 256; ++code) values[code] = static_cast<float>(static_cast<int8_t>(code));
-    return values;
-  }
+  static float Read(uint8_t stored) { return static_cast<float>(static_cast<int8_t>(stored)); }
 };
-
-template <typename Byte>
-const std::array<float, 256>& ValuesOf() {
-  static const std::array<float, 256> values = Byte::Values();
-  return values;
-}
 
 // The smallest bfloat16 at which `largest` fits; 0 where that is below any normal number.
 template <typename Byte>
@@ -124,47 +107,93 @@ void WriteElement(uint8_t* elements, size_t index, float value) {
   std::memcpy(elements + index * sizeof stored, &stored, sizeof stored);
 }
 
-template <typename Element, typename Byte>
-void QuantiseGroup(const QuantisedShape& shape, const uint8_t* elements, uint8_t* scales, uint8_t* bytes,
-                   std::vector<float>& work, QuantisationError& error) {
-  const std::array<float, 256>& values = ValuesOf<Byte>();
-  float* largest = work.data();
-  float* inverse = largest + shape.channels;
-  for (size_t channel = 0; channel < shape.channels; ++channel) largest[channel] = 0;
-  bool finite = true;
-  for (size_t index = 0; index < shape.tokens * shape.channels; index += shape.channels) {
-    for (size_t channel = 0; channel < shape.channels; ++channel) {
-      const float magnitude = std::fabs(ReadElement<Element>(elements, index + channel));
-      finite &= magnitude <= FLT_MAX;
+// What is known of each channel of a group. Sums go by channel, so that the loops over channels need no order of adding
+// and become vector code; those over tokens are outside.
+struct Channels {
+  explicit Channels(size_t count)
+      : largest(count),
+        scale(count),
+        inverse(count),
+        value(count),
+        back(count),
+        squared(count),
+        signal_squared(count),
+        max_off(count),
+        bad(count) {}
+
+  void Clear() {
+    for (std::vector<float>* values : {&largest, &squared, &signal_squared, &max_off}) {
+      std::fill(values->begin(), values->end(), 0.0F);
+    }
+    std::fill(bad.begin(), bad.end(), 0U);
+  }
+
+  std::vector<float> largest, scale, inverse, value, back, squared, signal_squared, max_off;
+  std::vector<uint32_t> bad;  // 1 where an element is not finite
+};
+
+template <typename Element>
+void FindLargest(const QuantisedShape& shape, const uint8_t* elements, Channels& channels) {
+  float* __restrict const largest = channels.largest.data();
+  uint32_t* __restrict const bad = channels.bad.data();
+  const size_t count = shape.channels;  // not to be read again after each byte that is written
+  for (size_t token = 0; token < shape.tokens; ++token) {
+    const uint8_t* __restrict const row = elements + token * count * sizeof(typename Element::Stored);
+    for (size_t channel = 0; channel < count; ++channel) {
+      const float magnitude = std::fabs(ReadElement<Element>(row, channel));
+      bad[channel] |= magnitude <= FLT_MAX ? 0U : 1U;
       largest[channel] = magnitude > largest[channel] ? magnitude : largest[channel];
     }
   }
-  error.finite &= finite;
-  if (!finite) return;
-  for (size_t channel = 0; channel < shape.channels; ++channel) {
-    const uint16_t stored = ScaleFor<Byte>(largest[channel]);
-    std::memcpy(scales + 2 * channel, &stored, sizeof stored);
-    largest[channel] = Bfloat16::Read(stored);
-    inverse[channel] = stored ? 1.0F / largest[channel] : 0.0F;
-  }
-  float max_absolute = 0;
-  for (size_t index = 0; index < shape.tokens * shape.channels; index += shape.channels) {
-    float squared = 0;
-    float signal_squared = 0;
-    for (size_t channel = 0; channel < shape.channels; ++channel) {
-      const float value = ReadElement<Element>(elements, index + channel);
-      const uint8_t byte = Byte::Write(value * inverse[channel]);
-      bytes[index + channel] = byte;
-      const float back = Element::Read(Element::Write(values[byte] * largest[channel]));
-      const float off = std::fabs(back - value);
-      max_absolute = off > max_absolute ? off : max_absolute;
-      squared += off * off;
-      signal_squared += value * value;
+}
+
+template <typename Element, typename Byte>
+void WriteBytes(const QuantisedShape& shape, const uint8_t* elements, uint8_t* bytes, Channels& channels) {
+  const float* __restrict const scale = channels.scale.data();
+  const float* __restrict const inverse = channels.inverse.data();
+  float* __restrict const value = channels.value.data();
+  float* __restrict const back = channels.back.data();
+  float* __restrict const squared = channels.squared.data();
+  float* __restrict const signal_squared = channels.signal_squared.data();
+  float* __restrict const max_off = channels.max_off.data();
+  const size_t count = shape.channels;  // not to be read again after each byte that is written
+  for (size_t token = 0; token < shape.tokens; ++token) {
+    const uint8_t* __restrict const row = elements + token * count * sizeof(typename Element::Stored);
+    uint8_t* __restrict const bytes_row = bytes + token * count;
+    for (size_t channel = 0; channel < count; ++channel) value[channel] = ReadElement<Element>(row, channel);
+    for (size_t channel = 0; channel < count; ++channel) {
+      const uint8_t byte = Byte::Write(value[channel] * inverse[channel]);
+      bytes_row[channel] = byte;
+      back[channel] = Byte::Read(byte) * scale[channel];
     }
-    error.squared += squared;
-    error.signal_squared += signal_squared;
+    for (size_t channel = 0; channel < count; ++channel) {
+      const float off = std::fabs(Element::Read(Element::Write(back[channel])) - value[channel]);
+      max_off[channel] = off > max_off[channel] ? off : max_off[channel];
+      squared[channel] += off * off;
+      signal_squared[channel] += value[channel] * value[channel];
+    }
   }
-  error.max_absolute = std::fmax(error.max_absolute, max_absolute);
+}
+
+template <typename Element, typename Byte>
+void QuantiseGroup(const QuantisedShape& shape, const uint8_t* elements, uint8_t* scales, uint8_t* bytes,
+                   Channels& channels, QuantisationError& error) {
+  channels.Clear();
+  FindLargest<Element>(shape, elements, channels);
+  for (size_t channel = 0; channel < shape.channels; ++channel) {
+    error.finite &= channels.bad[channel] == 0;
+    const uint16_t stored = ScaleFor<Byte>(channels.largest[channel]);
+    std::memcpy(scales + 2 * channel, &stored, sizeof stored);
+    channels.scale[channel] = Bfloat16::Read(stored);
+    channels.inverse[channel] = stored ? 1.0F / channels.scale[channel] : 0.0F;
+  }
+  if (!error.finite) return;
+  WriteBytes<Element, Byte>(shape, elements, bytes, channels);
+  for (size_t channel = 0; channel < shape.channels; ++channel) {
+    error.max_absolute = std::fmax(error.max_absolute, channels.max_off[channel]);
+    error.squared += channels.squared[channel];
+    error.signal_squared += channels.signal_squared[channel];
+  }
 }
 
 template <typename Element, typename Byte>
@@ -172,17 +201,16 @@ struct Rows {
   static QuantisationError Encode(const QuantisedShape& shape, const uint8_t* elements, uint8_t* scales,
                                   uint8_t* bytes) {
     QuantisationError error{true, 0, 0, 0};
-    std::vector<float> work(2 * shape.channels);
+    Channels channels(shape.channels);
     const size_t group_size = shape.tokens * shape.channels;
     for (size_t group = 0; group < shape.groups && error.finite; ++group) {
       QuantiseGroup<Element, Byte>(shape, elements + group * group_size * sizeof(typename Element::Stored),
-                                   scales + 2 * group * shape.channels, bytes + group * group_size, work, error);
+                                   scales + 2 * group * shape.channels, bytes + group * group_size, channels, error);
     }
     return error;
   }
 
   static void Decode(const QuantisedShape& shape, const uint8_t* scales, const uint8_t* bytes, uint8_t* elements) {
-    const std::array<float, 256>& values = ValuesOf<Byte>();
     std::vector<float> scale(shape.channels);
     for (size_t group = 0; group < shape.groups; ++group) {
       for (size_t channel = 0; channel < shape.channels; ++channel) {
@@ -191,7 +219,7 @@ struct Rows {
       const size_t start = group * shape.tokens * shape.channels;
       for (size_t index = start; index < start + shape.tokens * shape.channels; index += shape.channels) {
         for (size_t channel = 0; channel < shape.channels; ++channel) {
-          WriteElement<Element>(elements, index + channel, values[bytes[index + channel]] * scale[channel]);
+          WriteElement<Element>(elements, index + channel, Byte::Read(bytes[index + channel]) * scale[channel]);
         }
       }
     }
