@@ -134,7 +134,7 @@ def codec_rows(kind: str, blocks: np.ndarray, rounds: int) -> list[dict[str, obj
 
 def cipher_row(keys: FileKeys, blocks: np.ndarray, rounds: int) -> dict[str, object]:
     """AES-GCM alone, in segments as blocks are sealed."""
-    _, cipher = BlockCipher(keys).sealer()
+    _, _, cipher = BlockCipher(keys).sealer()
     sealed = np.zeros((len(blocks), sealed_bytes(BLOCK_BYTES)), dtype=np.uint8)
     target = np.zeros_like(blocks)
 

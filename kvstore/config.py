@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.codec_config import ACCEPT, LOSSY_COMPRESSIONS, CodecConfig
+from kvstore.codec_config import DISK_KIND as DISK_KIND
+from kvstore.codec_config import CodecConfig, check_codecs
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
 DEFAULT_DISK_BYTES = 10 * 2**30
 DISK_BYTES_MIN = 2**20  # with less there is room for the tier's own files only
-DISK_KIND = "slabs"
 _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
@@ -562,7 +562,7 @@ def _check(config: Config) -> None:
         if given and not config.disk_bytes:
             raise ConfigError(f"tiers.disk.{name} is set without a disk tier; set data_dir too")
     _check_quotas(config)
-    _check_codecs(config)
+    check_codecs(config.codec, config.tiers.disk, disk_bytes=config.disk_bytes)
 
 
 def _check_quotas(config: Config) -> None:
@@ -576,24 +576,6 @@ def _check_quotas(config: Config) -> None:
                 raise ConfigError(
                     f"quota.{name}.{tier}_min is {least}, expected at most the tier's capacity, which is {capacity}"
                 )
-
-
-def _check_codecs(config: Config) -> None:
-    if (config.codec or config.tiers.disk.key_file) and config.tiers.disk.kind != DISK_KIND:
-        raise ConfigError(
-            f"codec and tiers.disk.key_file are for tiers.disk.kind {DISK_KIND!r}, but that is "
-            f"{config.tiers.disk.kind!r}; leave them out"
-        )
-    for name, codec in config.codec.items():
-        if not config.disk_bytes:
-            raise ConfigError(f"codec.{name} is set without a disk tier; set data_dir too")
-        if codec.compression in LOSSY_COMPRESSIONS and codec.lossy != ACCEPT:
-            raise ConfigError(
-                f"codec.{name}.compression is {codec.compression!r}, which does not give back just what was stored; "
-                f"set codec.{name}.lossy to {ACCEPT!r} too, or choose 'blosc2'"
-            )
-        if codec.encryption != "none" and not config.tiers.disk.key_file:
-            raise ConfigError(f"codec.{name}.encryption is {codec.encryption!r}, expected tiers.disk.key_file too")
 
 
 def _origins(chosen: Mapping[str, tuple[object, str]]) -> Iterator[Origin]:

@@ -49,6 +49,18 @@ def block_bytes_max(part_sizes: Sequence[int], block_tokens: int, *, encrypts: b
     return coded_header_bytes(len(part_sizes), block_tokens) + payload_bytes
 
 
+def usual_bytes(coding: PoolCoding, part_sizes: Sequence[int], block_tokens: int) -> int | None:
+    """What a block takes of a slot if its pipeline makes all blocks of one size; None where it does not."""
+    pipeline = coding.pipeline
+    if pipeline is None:
+        return None
+    fixed = [pipeline.codec.fixed_bytes(size, form) for size, form in zip(part_sizes, coding.forms, strict=True)]
+    known = [size for size in fixed if size is not None]
+    if len(known) < len(fixed):
+        return None
+    return block_bytes_max(known, block_tokens, encrypts=pipeline.encrypts)
+
+
 def lay_out(
     place: Place, identity: BlockIdentity, block: EncodedBlock, cipher: PieceCipher | None, span: Bytes1D
 ) -> bytes:

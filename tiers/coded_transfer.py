@@ -148,8 +148,8 @@ class CodedTransfer:
         if not block.encoded.pipeline.encrypts:
             return WrittenBlock(sequence, lay_out(Place(*where), block.identity, block.encoded, None, span))
         assert self.cipher is not None, "a pipeline that encrypts was accepted without keys"
-        key_id, sealer = self.cipher.sealer()
-        place = Place(*where, key_id, self.cipher.salt)
+        key, salt, sealer = self.cipher.sealer()
+        place = Place(*where, key.key_id, salt)
         return WrittenBlock(sequence, lay_out(place, block.identity, block.encoded, sealer, span))
 
     def _count(self, block: EncodedBlock, slot_bytes: int, seconds: float) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.tiers.base import RecoveredBlock
 from kvstore.tiers.buffers import whole_pages
 from kvstore.tiers.codecs.coding import encode_block, no_coding
-from kvstore.tiers.coded_slot import block_bytes, block_bytes_max
+from kvstore.tiers.coded_slot import block_bytes, block_bytes_max, usual_bytes
 from kvstore.tiers.coded_transfer import BlockToWrite
 from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.manifest import row_key
@@ -84,6 +84,7 @@ class DiskPool:
         self._used_bytes = 0
         self._turn = 0
         self._coding = no_coding(len(geometry.part_sizes))
+        self._usual_bytes: int | None = None
         self._recent = RecentSizes()
 
     def use_coding(self, coding: PoolCoding) -> None:
@@ -95,6 +96,7 @@ class DiskPool:
             if coding.pipeline != self._coding.pipeline:
                 self._recent = RecentSizes()
             self._coding = coding
+            self._usual_bytes = usual_bytes(coding, self.part_sizes, self.block_tokens)
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
@@ -113,7 +115,7 @@ class DiskPool:
             return self._geometry.slot_bytes
         with self._lock:
             used = self._slots.used_slots - len(self._quarantined)
-            return max(1, self._used_bytes // used) if used else self._recent.largest(self._largest_bytes)
+            return max(1, self._used_bytes // used) if used else self._recent.largest(self._first_kind)
 
     @property
     def reserved_bytes(self) -> int:
@@ -369,18 +371,23 @@ class DiskPool:
         return whole_pages(block_bytes_max(self.part_sizes, self.block_tokens, encrypts=encrypts))
 
     @property
+    def _first_kind(self) -> int:
+        """The size of slots while it is not known what blocks need: what is usual, else the largest."""
+        return self._largest_bytes if self._usual_bytes is None else whole_pages(self._usual_bytes)
+
+    @property
     def _wanted_kind(self) -> int:
         """The kind of slots of the next slab."""
         if self._coding.pipeline is None:
             return 0
         with self._lock:
-            return self._recent.largest(self._largest_bytes)
+            return self._recent.largest(self._first_kind)
 
     def _kinds(self) -> list[int]:
         """Kinds of slots that are handed out, in order; `_lock` must be held."""
         if self._coding.pipeline is None:
             return [0]
-        return self._recent.in_order(self._present_kinds() - {0}, self._largest_bytes)
+        return self._recent.in_order(self._present_kinds() - {0}, self._first_kind)
 
     def _present_kinds(self) -> set[int]:
         """Kinds of which there are slabs; `_lock` must be held."""
@@ -394,7 +401,7 @@ class DiskPool:
         return coded_geometry(self.part_sizes, self.block_tokens, kind) if kind else self._geometry
 
     def _class_of(self, block: EncodedBlock) -> int:
-        return class_bytes(block_bytes(block, self.block_tokens), self._largest_bytes)
+        return class_bytes(block_bytes(block, self.block_tokens), self._largest_bytes, self._usual_bytes)
 
     def _exchange(self, slots: Slots, needed: Sequence[int]) -> Mask:
         """Put slots of the sizes that are needed in the place of those that were given; which blocks got one.

@@ -14,12 +14,14 @@ CLASSES_PER_FACTOR = 8
 _RECENT_BLOCKS = 64
 
 
-def class_bytes(block_bytes: int, largest_bytes: int) -> int:
+def class_bytes(block_bytes: int, largest_bytes: int, usual_bytes: int | None = None) -> int:
     """The size of slot for a block: eight sizes for each factor of two, so at most an eighth of one is wasted.
 
     All are whole pages; up to 16 pages each number of them is a size. `largest_bytes` is what the largest block takes:
-    its own size, in whole pages, is the last one.
+    its own size, in whole pages, is the last one. Where most blocks take `usual_bytes`, that is a size, too.
     """
+    if block_bytes == usual_bytes:
+        return whole_pages(block_bytes)
     pages = -(-block_bytes // PAGE_BYTES)
     step = 1 << max(0, (pages - 1).bit_length() - CLASSES_PER_FACTOR.bit_length())
     return min(-(-pages // step) * step * PAGE_BYTES, whole_pages(largest_bytes))

@@ -2,7 +2,8 @@
 
 A block is sealed in pieces: its header, and its payload in segments of 256 KiB. The 12 bytes of a nonce are the write
 sequence of the block and the number of the piece. The key of a piece is not the provider's: it is derived from that by
-HKDF-SHA-256 (RFC 5869) with a salt of 16 random bytes that each start of a tier draws anew. So
+HKDF-SHA-256 (RFC 5869) with a salt of 16 random bytes that each start of a tier, and each child of a fork, draws anew.
+So
 
 - within one start, no sequence is given twice, and no piece has the number of another: they are counted in memory;
 - two starts, whether of one directory, of its copies, of a backup that was brought back, or of other directories with
@@ -55,15 +56,20 @@ class BlockCipher:
     def __init__(self, keys: KeyProvider) -> None:
         """Raises ConfigError where the library is missing."""
         _library()
-        self.salt = os.urandom(SALT_BYTES)
+        self._process = os.getpid()
+        self._salt = os.urandom(SALT_BYTES)
         self._keys = keys
         self._lock = threading.Lock()
         self._ciphers: OrderedDict[tuple[Key, bytes], PieceCipher] = OrderedDict()
 
-    def sealer(self) -> tuple[bytes, PieceCipher]:
-        """What to write with now, and the name of its key; the salt is that of this start."""
+    def sealer(self) -> tuple[Key, bytes, PieceCipher]:
+        """What to write with now: the key, the salt, and the cipher that they give."""
         key = self._keys.current()
-        return key.key_id, self._cipher(key, self.salt)
+        with self._lock:
+            if self._process != os.getpid():
+                self._process, self._salt = os.getpid(), os.urandom(SALT_BYTES)
+            salt = self._salt
+        return key, salt, self._cipher(key, salt)
 
     def opener(self, key_id: bytes, salt: bytes) -> PieceCipher | None:
         """What seals and opens with a key and a salt; None where no such key is there."""

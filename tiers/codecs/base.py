@@ -70,6 +70,10 @@ class Codec(Protocol):
         """Everything beside the number that the stored bytes depend on, as a text: blocks of another one are misses."""
         ...
 
+    def fixed_bytes(self, part_bytes: int, form: PartForm) -> int | None:
+        """What every part of this size and form takes, if it is encoded; None where that depends on its bytes."""
+        ...
+
     def encode(self, part: Bytes1D, form: PartForm) -> Encoded | None:
         """The part as it is stored; None where it had better be stored as it is: it is no smaller, or not of this kind.
 

@@ -47,6 +47,10 @@ class BloscCodec:
         """The width of an element; a frame says the rest of itself."""
         return f"width={_width(form)}"
 
+    def fixed_bytes(self, part_bytes: int, form: PartForm) -> int | None:  # noqa: ARG002  # as Codec
+        """None: it depends."""
+        return None
+
     def encode(self, part: Bytes1D, form: PartForm) -> Encoded | None:
         """A frame, unless it is no smaller, or the library has no memory for it."""
         try:

@@ -22,6 +22,10 @@ class NoCodec:
         """Nothing."""
         return ""
 
+    def fixed_bytes(self, part_bytes: int, form: PartForm) -> int | None:  # noqa: ARG002  # as Codec
+        """As many as there are."""
+        return part_bytes
+
     def encode(self, part: Bytes1D, form: PartForm) -> Encoded | None:  # noqa: ARG002  # as Codec
         """None: the part is stored as it is."""
         return None

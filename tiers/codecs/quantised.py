@@ -39,15 +39,17 @@ class QuantisedCodec:
         """What the elements are, and how they lie."""
         return f"dtype={form.dtype},tokens={form.tokens},channels={form.channels}"
 
+    def fixed_bytes(self, part_bytes: int, form: PartForm) -> int | None:
+        """Scales and bytes, where these are fewer than there were; else as many."""
+        shape = _shape(part_bytes, form)
+        return part_bytes if shape is None else min(part_bytes, _packed_bytes(shape))
+
     def encode(self, part: Bytes1D, form: PartForm) -> Encoded | None:
         """Scales and bytes, and how far they are off; None where the part is not of whole groups of such elements."""
         shape = _shape(len(part), form)
-        if shape is None:
+        if shape is None or _packed_bytes(shape) >= len(part):
             return None
-        groups, tokens, channels = shape
-        packed = np.empty(groups * channels * (_SCALE_BYTES + tokens), dtype=np.uint8)
-        if len(packed) >= len(part):
-            return None
+        packed = np.empty(_packed_bytes(shape), dtype=np.uint8)
         sums = _copy.quantise(part, packed, _ELEMENTS[form.dtype or ""], self._byte, *shape)
         if sums is None:
             return None
@@ -58,10 +60,15 @@ class QuantisedCodec:
     def decode(self, stored: Bytes1D, part: Bytes1D, form: PartForm) -> bool:
         """Elements again, false where there are not as many as there were."""
         shape = _shape(len(part), form)
-        if shape is None or len(stored) != shape[0] * shape[2] * (_SCALE_BYTES + shape[1]):
+        if shape is None or len(stored) != _packed_bytes(shape):
             return False
         _copy.dequantise(stored, part, _ELEMENTS[form.dtype or ""], self._byte, *shape)
         return True
+
+
+def _packed_bytes(shape: tuple[int, int, int]) -> int:
+    groups, tokens, channels = shape
+    return groups * channels * (_SCALE_BYTES + tokens)
 
 
 def _shape(part_bytes: int, form: PartForm) -> tuple[int, int, int] | None:

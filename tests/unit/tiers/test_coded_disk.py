@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.testing.faulty import FaultyIo, IoCall
+from kvstore.tiers.codecs.aes_gcm import BlockCipher
 from kvstore.tiers.codecs.base import OPAQUE, PartForm
 from kvstore.tiers.codecs.coding import PoolCoding
 from kvstore.tiers.codecs.keys import FileKeys
@@ -126,7 +127,10 @@ def test_lossy_pipelines_take_half_and_say_how_far_off_they_are(
     stats = tier.codec_stats[f"{name}+aes-gcm" if encrypts else name]
     assert stats.max_absolute_error == pytest.approx(np.abs(given - kept).max(), rel=1e-4)
     assert 0 < stats.rms_relative_error < 0.03
+    assert stats.slot_bytes == pool.slot_bytes
     assert stats.slot_bytes < 0.65 * stats.raw_bytes
+    assert 0 < pool.slot_bytes - (32 * 64 * 18 + 500) < 4096 + 600
+    assert 1 == len(pool.slabs)
     assert (1, 1) == (stats.written_blocks, stats.read_blocks)
 
 
@@ -498,3 +502,20 @@ def test_cleared_and_freed_blocks_never_come_back(
     tier.close()
     shutil.rmtree(disk.path / "index")
     assert {} == blocks.recovered(opened())
+
+
+def test_the_child_of_a_fork_seals_with_a_salt_of_its_own(key_path: Path) -> None:
+    cipher = BlockCipher(FileKeys(key_path))
+    _, salt, _ = cipher.sealer()
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writable, cipher.sealer()[1])
+        os._exit(0)
+    os.waitpid(child, 0)
+    others = os.read(readable, 100)
+    os.close(readable)
+    os.close(writable)
+    assert len(salt) == len(others)
+    assert salt != others
+    assert salt == cipher.sealer()[1]

@@ -17,6 +17,12 @@ def test_a_slot_wastes_at_most_an_eighth_beyond_its_last_page(size: int) -> None
     assert class_bytes(slot, 1 << 29) == slot
 
 
+def test_what_most_blocks_take_is_a_size_of_its_own() -> None:
+    usual = 37 * PAGE_BYTES - 100
+    assert 37 * PAGE_BYTES == class_bytes(usual, 1 << 20, usual)
+    assert 40 * PAGE_BYTES == class_bytes(usual - 1, 1 << 20, usual)
+
+
 def test_there_are_eight_sizes_for_each_factor_of_two() -> None:
     for pages in (64, 128, 1024):
         sizes = {class_bytes(count * PAGE_BYTES, 1 << 30) for count in range(pages + 1, 2 * pages + 1)}
