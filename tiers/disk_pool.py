@@ -416,30 +416,39 @@ class DiskPool:
             self._recent.note(needed)
         missing = Counter(needed)
         missing.subtract(kind for kind, _ in given)
-        more = [(kind, slot) for kind, count in missing.items() if count > 0 for slot in self._more(kind, count)]
-        fitted = fit(needed, [*given, *more])
-        if len(fitted) < len(needed):
-            more += [(kind, slot) for kind, slot in self._spare_larger(min(needed), len(needed) - len(fitted))]
+        more: list[tuple[int, int]] = []
+        try:
+            for kind, count in missing.items():
+                self._take_more(kind, count, more)
             fitted = fit(needed, [*given, *more])
-        unused = sorted({slot for _, slot in (*given, *more)}.difference(fitted.values()))
-        fitting = np.array([position in fitted for position in range(len(needed))], dtype=np.bool_)
-        kept = len(needed) - len(fitted)
-        if kept:
-            self._services.faults.add(DiskFault.NO_SLOT_OF_SIZE, kept)
-        slots[fitting] = [fitted[position] for position in sorted(fitted)]
-        slots[~fitting] = unused[:kept]
-        if unused[kept:]:
-            self.free(as_slots(unused[kept:]))
+            if len(fitted) < len(needed):
+                more += self._spare_larger(min(needed), len(needed) - len(fitted))
+                fitted = fit(needed, [*given, *more])
+            fitting = np.array([position in fitted for position in range(len(needed))], dtype=np.bool_)
+            spare = sorted({slot for _, slot in (*given, *more)}.difference(fitted.values()))
+            exchanged = slots.copy()
+            exchanged[fitting] = [fitted[position] for position in sorted(fitted)]
+            exchanged[~fitting] = spare[: len(needed) - len(fitted)]
+            slots[:] = exchanged
+        finally:
+            # However it ends, Ctrl-C included, the caller has what `slots` says, and nobody the others.
+            unused = {slot for _, slot in (*given, *more)}.difference(slots.tolist())
+            if unused:
+                self.free(as_slots(sorted(unused)))
+        if not fitting.all():
+            self._services.faults.add(DiskFault.NO_SLOT_OF_SIZE, int((~fitting).sum()))
         return fitting
 
-    def _more(self, kind: int, count: int) -> list[int]:
-        """Up to `count` more slots of a kind, from another slab if there is room for one."""
-        with self._lock:
-            taken: list[int] = self._take(count, kind).tolist()
-        while len(taken) < count and self._grow_kind(kind, count - len(taken)):
+    def _take_more(self, kind: int, count: int, more: list[tuple[int, int]]) -> None:
+        """Up to `count` more slots of a kind, from another slab if there is room for one, to the end of `more`."""
+        left = count
+        while left > 0:
             with self._lock:
-                taken += self._take(count - len(taken), kind).tolist()
-        return taken
+                taken = self._take(left, kind).tolist()
+                more += [(kind, slot) for slot in taken]
+            left -= len(taken)
+            if left > 0 and not self._grow_kind(kind, left):
+                return
 
     def _spare_larger(self, size: int, count: int) -> list[tuple[int, int]]:
         """Free slots of sizes above one, the smallest first, so many of each."""

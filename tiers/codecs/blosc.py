@@ -43,6 +43,12 @@ class BloscCodec:
             "filters_meta": [0],
         }
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BloscCodec)
+
+    def __hash__(self) -> int:
+        return self.number
+
     def parameters(self, form: PartForm) -> str:
         """The width of an element; a frame says the rest of itself."""
         return f"width={_width(form)}"

@@ -177,7 +177,8 @@ def test_every_pipeline_is_found_by_its_number_and_no_other() -> None:
     for pipeline in pipelines:
         found = pipeline_of(pipeline.number)
         assert found is not None
-        assert (pipeline.name, pipeline.encrypts) == (found.name, found.encrypts)
+        assert (pipeline, pipeline.name) == (found, found.name)
+        assert hash(pipeline) == hash(found)
     assert [None] * 3 == [pipeline_of(number) for number in (4, ENCRYPTED << 1, ENCRYPTED | 77)]
 
 
