@@ -186,7 +186,7 @@ class DiskMachine(RuleBasedStateMachine):
             seen, after = seen + step.blocks, step.next_after
             bad |= {block.slot for block in step.bad}
         assert len(self.held) == seen
-        assert bad <= {self.held[number] for number in self.damaged}
+        assert bad <= {self.held[number] for number in self.damaged & set(self.held)}
 
     @rule()
     def give_back_what_is_empty(self) -> None:
