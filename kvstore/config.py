@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.codec_config import DISK_KIND as DISK_KIND
+from kvstore.codec_config import CodecConfig, check_codecs
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
 DEFAULT_DISK_BYTES = 10 * 2**30
 DISK_BYTES_MIN = 2**20  # with less there is room for the tier's own files only
-DISK_KIND = "slabs"
 _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SIZE_BYTES_MAX = 2**60
@@ -127,6 +128,9 @@ class DiskConfig:
         "What stays free on each file system: below it no file of blocks is made.",
         maximum=_SIZE_BYTES_MAX,
         auto="1GiB or 2 %, whichever is more, at most a tenth",
+    )
+    key_file: str = _setting(
+        "", Kind.TEXT, "File with the keys of encryption at rest, the newest first; others may not read it."
     )
     kind: str = _setting(DISK_KIND, Kind.TEXT, "Which tier: slabs, or one that another package offers by that name.")
 
@@ -337,6 +341,7 @@ class Config:
     transport: TransportConfig = field(default_factory=TransportConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict, metadata={"by_name": TenantConfig})
     quota: Mapping[str, QuotaConfig] = field(default_factory=dict, metadata={"by_name": QuotaConfig})
+    codec: Mapping[str, CodecConfig] = field(default_factory=dict, metadata={"by_name": CodecConfig})
     events: EventsConfig = field(default_factory=EventsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -344,6 +349,11 @@ class Config:
     def quotas(self) -> tuple[QuotaConfig, ...]:
         """Quotas in their order: the tables `[[quota]]` as the file has them, then those with names of their own."""
         return tuple(self.quota[name] for name in sorted(self.quota, key=_by_number))
+
+    @property
+    def codecs(self) -> tuple[CodecConfig, ...]:
+        """Codecs in their order, as quotas are."""
+        return tuple(self.codec[name] for name in sorted(self.codec, key=_by_number))
 
     @property
     def disk_bytes(self) -> int:
@@ -568,10 +578,12 @@ def _check(config: Config) -> None:
     if config.tiers.disk.capacity_bytes and not config.data_dir:
         raise ConfigError("tiers.disk.capacity_bytes is set without data_dir; say where the files go (--data-dir)")
     disk = config.tiers.disk
-    for name, given in (("further_dirs", disk.further_dirs), ("free_floor_bytes", disk.free_floor_bytes)):
+    needing = {"further_dirs": disk.further_dirs, "free_floor_bytes": disk.free_floor_bytes, "key_file": disk.key_file}
+    for name, given in needing.items():
         if given and not config.disk_bytes:
             raise ConfigError(f"tiers.disk.{name} is set without a disk tier; set data_dir too")
     _check_quotas(config)
+    check_codecs(config.codec, config.tiers.disk, disk_bytes=config.disk_bytes)
 
 
 def _check_quotas(config: Config) -> None:

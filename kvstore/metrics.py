@@ -51,6 +51,13 @@ def _by_label(values: dict[str, int]) -> Iterator[Sample]:
     return (((label,), value) for label, value in sorted(values.items()))
 
 
+def _codec_samples(stats: StoreStats, *names: str) -> Iterator[Sample]:
+    """Two fields of each codec's statistics, given as label and field in turn."""
+    for codec, counted in sorted(stats.codecs.items()):
+        for label, name in zip(names[::2], names[1::2], strict=True):
+            yield (codec, label), getattr(counted, name)
+
+
 STORE_METRICS = (
     StoreMetric(
         "kvstore_tier_capacity_bytes",
@@ -120,6 +127,30 @@ STORE_METRICS = (
         "kvstore_quarantined_slots",
         "Places on disk that are not used since they could not be read, written or erased.",
         lambda stats: _single(stats.quarantined_slots),
+    ),
+    StoreMetric(
+        "kvstore_codec_blocks_total",
+        "Blocks that a codec wrote to disk or read from there.",
+        lambda stats: _codec_samples(stats, "written", "written_blocks", "read", "read_blocks"),
+        ("codec", "direction"),
+    ),
+    StoreMetric(
+        "kvstore_codec_seconds_total",
+        "Time that a codec took for that, of all threads together.",
+        lambda stats: _codec_samples(stats, "written", "encode_seconds", "read", "decode_seconds"),
+        ("codec", "direction"),
+    ),
+    StoreMetric(
+        "kvstore_codec_bytes_total",
+        "Bytes of blocks that a codec wrote (raw), and those that they took on disk (slot).",
+        lambda stats: _codec_samples(stats, "raw", "raw_bytes", "slot", "slot_bytes"),
+        ("codec", "size"),
+    ),
+    StoreMetric(
+        "kvstore_codec_error",
+        "How far what a codec wrote is from what it was given: the largest difference, and the mean relative one.",
+        lambda stats: _codec_samples(stats, "max_absolute", "max_absolute_error", "rms_relative", "rms_relative_error"),
+        ("codec", "kind"),
     ),
     StoreMetric(
         "kvstore_sparse_blocks",

@@ -28,7 +28,7 @@ from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
 from kvstore.metrics import CallMetrics, Readers, make_registry
 from kvstore.node_pages import NodeHealth, NodePages
 from kvstore.quantities import format_size
-from kvstore.store import Quota, StoreSettings, open_store
+from kvstore.store import CodecRule, Quota, StoreSettings, open_store
 from kvstore.tiers.memory_limit import memory_limit, share_bytes
 from kvstore.transport.bulk_choice import engine_host
 from kvstore.transport.limits import ServiceLimits
@@ -128,11 +128,27 @@ def _open(config: Config) -> Store:
         further_paths=config.tiers.disk.further_dirs,
         free_floor_bytes=config.tiers.disk.free_floor_bytes,
         disk_kind=config.tiers.disk.kind,
+        key_file=config.tiers.disk.key_file or None,
         settings=StoreSettings(
             events_bytes=config.events.capacity_bytes,
             quotas=tuple(_quota(quota) for quota in config.quotas),
+            codecs=codec_rules(config),
             **asdict(config.store),
         ),
+    )
+
+
+def codec_rules(config: Config) -> tuple[CodecRule, ...]:
+    """How blocks are stored. Raises ConfigError where the library of a codec is missing."""
+    return tuple(
+        CodecRule(
+            tenant=codec.tenant or None,
+            model=codec.model or None,
+            compression=codec.compression,
+            lossy=codec.lossy,
+            encryption=codec.encryption,
+        )
+        for codec in config.codecs
     )
 
 

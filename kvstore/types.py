@@ -322,6 +322,25 @@ class WhatIf:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecStats:
+    """What one codec did since the start, in blocks of all namespaces.
+
+    `slot_bytes` is what `raw_bytes` of blocks took on disk, headers included. The errors are those measured at
+    encoding: the largest absolute one, and the mean over blocks of the relative one (the root of the sum of squared
+    errors over that of squared elements). Seconds are of all threads together.
+    """
+
+    written_blocks: int = 0
+    raw_bytes: int = 0
+    slot_bytes: int = 0
+    read_blocks: int = 0
+    max_absolute_error: float = 0.0
+    rms_relative_error: float = 0.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A snapshot of what a store holds and has done since its start. Hits are counted in tokens.
 
@@ -331,6 +350,7 @@ class StoreStats:
     full, and with an eviction policy that does not rehearse. `quarantined_slots` are places on disk that are not used
     since they could not be read, written or erased. `sparse_blocks` have parts of a layer group, and count once for
     each; `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
+    `codecs` are by name, empty where none was used, and known in the store's own process alone.
     `states` are sequence states; where blocks are counted, it is their pieces.
     """
 
@@ -359,6 +379,7 @@ class StoreStats:
     quarantined_slots: int = 0
     sparse_blocks: int = 0
     shortened_tokens: int = 0
+    codecs: dict[str, CodecStats] = field(default_factory=dict)
     states: int = 0
 
 

@@ -22,6 +22,24 @@ def scatter(
     threads: int,
 ) -> None: ...
 def copy_and_digest(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> int: ...
+def quantise(
+    elements: NDArray[np.uint8],
+    packed: NDArray[np.uint8],
+    element: int,
+    byte: int,
+    groups: int,
+    tokens: int,
+    channels: int,
+) -> tuple[float, float, float] | None: ...
+def dequantise(
+    packed: NDArray[np.uint8],
+    elements: NDArray[np.uint8],
+    element: int,
+    byte: int,
+    groups: int,
+    tokens: int,
+    channels: int,
+) -> None: ...
 def map_shared(fd: int, nbytes: int, alignment: int) -> NDArray[np.uint8]: ...
 def map_read_only(fd: int, nbytes: int, alignment: int) -> NDArray[np.uint8]: ...
 def advise_huge(address: int, nbytes: int) -> int: ...

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ClosedError, InvalidLayoutError, LayoutMismatchError, StorageError
+from kvstore.errors import ClosedError, ConfigError, InvalidLayoutError, LayoutMismatchError, StorageError
 from kvstore.tiers.directory import DataDirectory
 from kvstore.tiers.disk_opening import DiskSettings, open_files
 from kvstore.tiers.disk_pool import DiskPool
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.tiers.base import RecoveredBlock
+    from kvstore.tiers.codecs.coding import PoolCoding
+    from kvstore.tiers.codecs.keys import KeyProvider
     from kvstore.tiers.disk_opening import DiskFiles
     from kvstore.tiers.file_io import FileIo
     from kvstore.tiers.persistent import ScrubStep
-    from kvstore.types import Slots
+    from kvstore.types import CodecStats, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +72,15 @@ class DiskTier:
         free_floor_bytes: int | None = None,
         io_threads: int = IO_THREADS,
         io: FileIo | None = None,
+        keys: KeyProvider | None = None,
     ) -> DiskTier:
         """Lock the directory, recover what it holds, and serve it within `capacity_bytes` of real bytes.
 
         Slabs are spread over the directory and `further_paths`; see FolderSet for folders that are foreign or not
         there. Whole slabs are dropped, the highest numbers first, where they exceed the capacity. `free_floor_bytes`
-        stay free on each file system (None: see SlabVolume); there are `io_threads` for each folder. Raises
-        DirectoryLockedError, StorageFormatError, or StorageError when the directory cannot be used.
+        stay free on each file system (None: see SlabVolume); there are `io_threads` for each folder. `keys` are for
+        pools that encrypt, and for what was encrypted before. Raises DirectoryLockedError, StorageFormatError, or
+        StorageError when the directory cannot be used.
         """
         io = io or SystemIo()
         settings = DiskSettings(
@@ -84,6 +88,7 @@ class DiskTier:
             further_paths=tuple(Path(os.path.abspath(further)) for further in further_paths),
             free_floor_bytes=free_floor_bytes,
             io_threads=io_threads,
+            keys=keys,
         )
         try:
             with ExitStack() as undo:
@@ -128,6 +133,11 @@ class DiskTier:
         return self._services.faults.snapshot()
 
     @property
+    def codec_stats(self) -> dict[str, CodecStats]:
+        """What was encoded and decoded since the start, by the names of pipelines."""
+        return self._services.coded.counts.snapshot()
+
+    @property
     def quarantined_slots(self) -> int:
         """Slots that are not used since their I/O failed."""
         with self._lock:
@@ -163,6 +173,14 @@ class DiskTier:
             pool.bytes_max = bytes_max
         return pool
 
+    def use_coding(self, ns_id: bytes, coding: PoolCoding) -> None:
+        """How the blocks of a pool are written from now on. Raises ConfigError where there is no key to do it."""
+        if coding.pipeline is not None and coding.pipeline.encrypts and self._services.coded.cipher is None:
+            raise ConfigError('a pipeline encrypts, but the disk tier has no keys; set "tiers.disk.key_file"')
+        with self._lock:
+            self._check_open()
+            self._pools[ns_id].use_coding(coding)
+
     def recovered_namespaces(self) -> list[RecoveredNamespace]:
         """The namespaces that have blocks from before the start which nobody has taken yet."""
         with self._lock:
@@ -183,7 +201,7 @@ class DiskTier:
         """Let go of a namespace's pool, with its slabs; one whose slots are in use stays."""
         with self._lock:
             pool = self._pools.get(ns_id)
-            if pool is None or pool.used_slots:
+            if pool is None or pool.used_slots or pool.quarantined_slots:
                 return
             del self._pools[ns_id]
         self.policy_files.remove(ns_id)
@@ -250,7 +268,10 @@ class DiskTier:
         return step
 
     def _adopt(self, files: DiskFiles) -> None:
-        """Take over the slabs that were there, with the blocks found in them."""
+        """Take over the slabs that were there, with the blocks found in them.
+
+        Where there are none of a namespace its slabs go: nobody would come to give them back.
+        """
         for slab in files.slabs:
             header = slab.header
             pool = self.pool(header.ns_id, header.part_sizes, header.block_tokens)
@@ -258,6 +279,8 @@ class DiskTier:
             if recovered:
                 self._recovered.setdefault(header.ns_id, []).extend(recovered)
         self.policy_files.keep(self._recovered)
+        for ns_id in self._pools.keys() - self._recovered.keys():
+            self.forget(ns_id)
 
     def _drop_recovered(self, ns_id: bytes, slot: int) -> None:
         """Give up a block from before the start if nobody has taken it yet."""

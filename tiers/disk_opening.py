@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.codecs.aes_gcm import BlockCipher
+from kvstore.tiers.coded_transfer import CodedTransfer
 from kvstore.tiers.directory import boot_id
 from kvstore.tiers.disk_pool import DiskServices
 from kvstore.tiers.faults import DiskFault, FaultCounts
 from kvstore.tiers.further_folders import FOLDERS_MAX, FolderSet
 from kvstore.tiers.manifest import Manifest, read_rows, row_key
-from kvstore.tiers.recovery import blocks_from_rows, blocks_from_slabs, newest_copies
+from kvstore.tiers.recovery import SlabScanner, newest_copies
 from kvstore.tiers.slab_folder import SlabFolder
 from kvstore.tiers.slab_volume import NUMBER_BITS, SlabVolume
 from kvstore.tiers.superblock import Superblock, SuperblockFile, load_superblock
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
     from pathlib import Path
 
+    from kvstore.tiers.codecs.keys import KeyProvider
     from kvstore.tiers.directory import DataDirectory
     from kvstore.tiers.file_io import FileIo
     from kvstore.tiers.recovery import FoundBlock
@@ -42,6 +45,7 @@ class DiskSettings:
     further_paths: tuple[Path, ...]
     free_floor_bytes: int | None
     io_threads: int
+    keys: KeyProvider | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,12 @@ def open_files(directory: DataDirectory, settings: DiskSettings, io: FileIo, und
         for slab in slabs:
             folder.remove(slab)
         slabs, before = [], Superblock(0, b"\0" * 16, clean=True)
-    found = _find_blocks(directory, before, slabs, transfer, folders)
+    # Nothing is written before the superblock of this start is there, so its count is known, and cannot fail to rise.
+    next_sequence = itertools.count(before.start_count + 1 << _SEQUENCE_BITS).__next__
+    cipher = None if settings.keys is None else BlockCipher(settings.keys)
+    coded = CodedTransfer(transfer, io, cipher, next_sequence)
+    scanner = SlabScanner(transfer, coded, before.generations)
+    found = _find_blocks(directory, before, slabs, scanner, folders)
     kept, superseded = newest_copies(block for block in found if block.place not in before.quarantined)
     manifest = Manifest(directory.index_path, max(_INDEX_MAP_BYTES_MIN, settings.capacity_bytes // _INDEX_SHARE))
     undo.callback(manifest.close)
@@ -105,8 +114,7 @@ def open_files(directory: DataDirectory, settings: DiskSettings, io: FileIo, und
     for block in superseded:
         transfer.erase(block.slab, [block.index])
     superblock = SuperblockFile(io, directory.superblock_path, _next_start(before, slabs, folders))
-    next_sequence = itertools.count(superblock.current.start_count << _SEQUENCE_BITS).__next__
-    services = DiskServices(folder, transfer, manifest, superblock, faults, next_sequence)
+    services = DiskServices(folder, transfer, coded, manifest, superblock, faults, next_sequence)
     blocks: dict[int, list[FoundBlock]] = {}
     for block in kept:
         blocks.setdefault(block.slab.number, []).append(block)
@@ -132,7 +140,7 @@ def _next_start(before: Superblock, slabs: list[Slab], folders: FolderSet) -> Su
 
 
 def _find_blocks(
-    directory: DataDirectory, before: Superblock, slabs: list[Slab], transfer: SlotTransfer, folders: FolderSet
+    directory: DataDirectory, before: Superblock, slabs: list[Slab], scanner: SlabScanner, folders: FolderSet
 ) -> list[FoundBlock]:
     """From the index if it can be trusted, else from the headers.
 
@@ -143,10 +151,10 @@ def _find_blocks(
     rows = read_rows(directory.index_path) if trusted and slabs else None
     returned = folders.returned()
     listed = {slab.number: slab for slab in slabs if slab.number >> NUMBER_BITS not in returned}
-    found = None if rows is None else blocks_from_rows(rows, listed, before.generations)
+    found = None if rows is None else scanner.blocks_from_rows(rows, listed)
     if found is None:
         if slabs:
-            transfer.faults.add(DiskFault.LOST_INDEX)
-        return blocks_from_slabs(slabs, transfer, before.generations)
+            scanner.faults.add(DiskFault.LOST_INDEX)
+        return scanner.blocks_from_slabs(slabs)
     unlisted = [slab for slab in slabs if slab.number not in listed]
-    return [*found, *blocks_from_slabs(unlisted, transfer, before.generations)]
+    return [*found, *scanner.blocks_from_slabs(unlisted)]

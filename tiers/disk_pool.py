@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.tiers.base import RecoveredBlock
+from kvstore.tiers.buffers import whole_pages
+from kvstore.tiers.codecs.coding import encode_block, no_coding
+from kvstore.tiers.coded_slot import block_bytes, block_bytes_max, usual_bytes
+from kvstore.tiers.coded_transfer import BlockToWrite
 from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.manifest import row_key
-from kvstore.tiers.slab import slab_bytes
+from kvstore.tiers.size_classes import RecentSizes, class_bytes, fit
+from kvstore.tiers.slab import coded_geometry, slab_bytes
 from kvstore.tiers.slots import HolderTable, SlotMap, as_slots
 from kvstore.tiers.transfer import IO_BYTES_MAX, Occupant
 
@@ -19,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask, SlotRange
+    from kvstore.tiers.codecs.coding import EncodedBlock, PoolCoding
+    from kvstore.tiers.coded_transfer import CodedTransfer
     from kvstore.tiers.faults import FaultCounts
     from kvstore.tiers.manifest import Manifest
     from kvstore.tiers.recovery import FoundBlock
@@ -40,6 +49,7 @@ class DiskServices:
 
     folder: SlabFolder
     transfer: SlotTransfer
+    coded: CodedTransfer
     manifest: Manifest
     superblock: SuperblockFile
     faults: FaultCounts
@@ -52,6 +62,9 @@ class DiskPool:
     A block goes through: delete the slot's index row, write the slot, put the index row. So a row never speaks of
     bytes that are not there yet, and whatever a crash leaves is found out by the header.
     I/O holds no lock: slots belong to their caller, and slabs with used slots never go away.
+
+    With a pipeline (`use_coding`) blocks differ in size, and lie in slabs of coded slots, each of one size class. What
+    a block needs is known only when it is written: write() exchanges slots that were allocated for others, in place.
     """
 
     def __init__(self, ns_id: bytes, geometry: SlotGeometry, generation: int, services: DiskServices) -> None:
@@ -67,8 +80,23 @@ class DiskPool:
         self._slots = SlotMap()
         self._table: HolderTable[Slab] = HolderTable()
         self._quarantined: set[int] = set()
-        self._firsts: dict[SlabVolume, set[int]] = {volume: set() for volume in services.folder.volumes}
+        self._firsts: defaultdict[tuple[SlabVolume, int], set[int]] = defaultdict(set)  # by volume and kind of slot
+        self._used_bytes = 0
         self._turn = 0
+        self._coding = no_coding(len(geometry.part_sizes))
+        self._usual_bytes: int | None = None
+        self._recent = RecentSizes()
+
+    def use_coding(self, coding: PoolCoding) -> None:
+        """How blocks are written from now on, and what their parts are. Blocks that are there stay as they are.
+
+        A pipeline that encrypts needs a tier with keys.
+        """
+        with self._grow_lock, self._lock:
+            if coding.pipeline != self._coding.pipeline:
+                self._recent = RecentSizes()
+            self._coding = coding
+            self._usual_bytes = usual_bytes(coding, self.part_sizes, self.block_tokens)
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
@@ -82,32 +110,39 @@ class DiskPool:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slab that a block takes up."""
-        return self._geometry.slot_bytes
+        """Bytes of a slab that a block takes up: on the mean of those that are there, where they differ."""
+        if self._coding.pipeline is None:
+            return self._geometry.slot_bytes
+        with self._lock:
+            used = self._slots.used_slots - len(self._quarantined)
+            return max(1, self._used_bytes // used) if used else self._recent.largest(self._first_kind)
 
     @property
     def reserved_bytes(self) -> int:
         """Real bytes of the pool's slab files."""
-        return sum(self.range_bytes(slot_range) for slot_range in self.ranges())
+        return sum(slab_bytes(slab.geometry, slab.header.slot_count) for slab in self._table.holders)
 
     @property
     def at_limit(self) -> bool:
         """Whether its own limit, not the tier's capacity, keeps the pool from another slab."""
         if self.bytes_max is None:
             return False
-        return self.bytes_max - self.reserved_bytes < slab_bytes(self._geometry, 1)
+        return self.bytes_max - self.reserved_bytes < slab_bytes(self._geometry_of(self._wanted_kind), 1)
 
     @property
     def free_slots(self) -> int:
         """Slots that allocate() can hand out without another slab."""
         with self._lock:
-            return self._slots.free_slots
+            kinds = self._kinds()
+            if self._present_kinds() <= set(kinds):
+                return self._slots.free_slots
+            return sum(self._slots.free_within(self._firsts_of(kind)) for kind in kinds)
 
     @property
     def used_slots(self) -> int:
-        """Slots handed out and not freed, and slots in quarantine."""
+        """Slots handed out and not freed; those in quarantine, which hold nothing, do not count."""
         with self._lock:
-            return self._slots.used_slots
+            return self._slots.used_slots - len(self._quarantined)
 
     @property
     def quarantined_slots(self) -> int:
@@ -127,7 +162,10 @@ class DiskPool:
         while self.free_slots < count and self._grow(count):
             pass
         with self._lock:
-            return self._take(count)
+            taken = [as_slots(())]
+            for kind in self._kinds():
+                taken.append(self._take(count - sum(map(len, taken)), kind))
+            return np.sort(np.concatenate(taken))
 
     def free(self, slots: Slots) -> None:
         """Give slots back. No restart finds their blocks again; slots whose I/O failed go into quarantine.
@@ -155,7 +193,10 @@ class DiskPool:
 
     def range_bytes(self, slot_range: SlotRange) -> int:
         """Real bytes of a slab's file."""
-        return slab_bytes(self._geometry, slot_range.count)
+        table = self._table
+        known = slot_range in table.ranges
+        geometry = table.holder_of(slot_range).geometry if known else self._geometry
+        return slab_bytes(geometry, slot_range.count)
 
     def is_kept(self, slot_range: SlotRange) -> bool:
         """Whether a slot of one slab is in quarantine, which would be forgotten with the slab."""
@@ -170,38 +211,73 @@ class DiskPool:
                 return False
             slab = self._table.holder_of(slot_range)
             self._table = self._table.without(slot_range)
-            self._firsts[slab.volume].discard(slot_range.first)
+            self._firsts[slab.volume, slab.geometry.kind].discard(slot_range.first)
         self._services.folder.remove(slab)
         return True
 
     def write(self, slots: Slots, identities: Sequence[BlockIdentity], sources: Sequence[Sequence[Bytes1D]]) -> Mask:
         """Write blocks; sources[i] has one readable array for each part of block i. True where a block is stored.
 
-        A slot whose write failed still belongs to the caller, who frees it.
+        A slot whose write failed still belongs to the caller, who frees it. With a pipeline `slots` is changed in
+        place: a block may lie in another slot than it was given, and that one is free again.
         """
         slots = as_slots(slots)
         assert len(slots) == len(identities) == len(sources), (len(slots), len(identities), len(sources))
-        generation = self.generation
         self._vacate(slots)
+        coding = self._coding
+        if coding.pipeline is None:
+            return self._write_plain(slots, identities, sources)
+        blocks = self._transfer.map(partial(encode_block, coding.pipeline, coding.forms), sources)
+        fitting = self._exchange(slots, [self._class_of(block) for block in blocks])
+        stored = np.zeros(len(slots), dtype=np.bool_)
+        places = np.flatnonzero(fitting)
+        # Neighbours on disk are one I/O only where they are neighbours here.
+        places = places[np.argsort(slots[places], kind="stable")]
+        stored[places] = self._write_coded(slots[places], [(identities[i], blocks[i]) for i in places.tolist()])
+        return stored
 
-        def write_piece(piece: SlotRun[Slab]) -> tuple[list[int], list[bytes | None]]:
+    def _write_plain(
+        self, slots: Slots, identities: Sequence[BlockIdentity], sources: Sequence[Sequence[Bytes1D]]
+    ) -> Mask:
+        generation = self.generation
+
+        def write_piece(piece: SlotRun[Slab]) -> list[tuple[int, bytes] | None]:
             occupants = [
                 Occupant(identity, self._services.next_sequence(), generation) for identity in identities[piece.places]
             ]
             headers = self._transfer.write(piece, occupants, sources[piece.places])
-            return [occupant.sequence for occupant in occupants], headers
+            pairs = zip(occupants, headers, strict=True)
+            return [(occupant.sequence, header) if header is not None else None for occupant, header in pairs]
 
+        return self._write_pieces(slots, generation, write_piece)
+
+    def _write_coded(self, slots: Slots, blocks: Sequence[tuple[BlockIdentity, EncodedBlock]]) -> Mask:
+        generation = self.generation
+
+        def write_piece(piece: SlotRun[Slab]) -> list[tuple[int, bytes] | None]:
+            to_write = [BlockToWrite(identity, generation, encoded) for identity, encoded in blocks[piece.places]]
+            written = self._services.coded.write(piece, to_write)
+            return [(block.sequence, block.header) if block is not None else None for block in written]
+
+        return self._write_pieces(slots, generation, write_piece)
+
+    def _write_pieces(
+        self, slots: Slots, generation: int, write_piece: Callable[[SlotRun[Slab]], list[tuple[int, bytes] | None]]
+    ) -> Mask:
+        """Write slots by runs; `write_piece` gives sequence and header of each block that it wrote."""
         pieces = list(self._transfer.pieces(self._table.runs(slots)))
         stored = np.zeros(len(slots), dtype=np.bool_)
         rows: list[tuple[bytes, bytes]] = []
         outcomes = self._transfer.map(write_piece, pieces)
-        for piece, (_, headers) in zip(pieces, outcomes, strict=True):
-            rows.extend((key, header) for key, header in zip(_row_keys(piece), headers, strict=True) if header)
-            stored[piece.places] = [header is not None for header in headers]
+        for piece, written in zip(pieces, outcomes, strict=True):
+            pairs = zip(_row_keys(piece), written, strict=True)
+            rows.extend((key, block[1]) for key, block in pairs if block is not None)
+            stored[piece.places] = [block is not None for block in written]
         if rows and not self._services.manifest.put(rows):
             self._services.faults.add(DiskFault.INDEX_FULL, len(rows))
             stored[:] = False
-        for piece, (sequences, _) in zip(pieces, outcomes, strict=True):
+        for piece, written in zip(pieces, outcomes, strict=True):
+            sequences = [0 if block is None else block[0] for block in written]
             piece.holder.sequences[piece.indices] = np.where(stored[piece.places], sequences, 0)
             piece.holder.generations[piece.indices] = generation
         return stored
@@ -224,11 +300,14 @@ class DiskPool:
             sequences = piece.holder.sequences[piece.indices].tolist()
             generations = piece.holder.generations[piece.indices].tolist()
             occupants = list(map(Occupant, identities[piece.places], sequences, generations))
+            if piece.holder.geometry.coded:
+                return self._services.coded.read(piece, occupants, rows[piece.places], parts, self._coding)
             return self._transfer.read(piece, occupants, rows[piece.places], parts)
 
-        runs = self._table.runs(slots)
         whole = parts == self._all_parts
-        pieces = list(self._transfer.pieces(runs) if whole else (one for run in runs for one in run.cut(1)))
+        pieces: list[SlotRun[Slab]] = []
+        for run in self._table.runs(slots):
+            pieces.extend(self._transfer.pieces([run]) if whole or run.holder.geometry.coded else run.cut(1))
         good = np.zeros(len(slots), dtype=np.bool_)
         for piece, mask in zip(pieces, self._transfer.map(read_piece, pieces), strict=True):
             good[piece.places] = mask
@@ -281,24 +360,137 @@ class DiskPool:
             slots = [slot_range.first + index for index in quarantined]
             self._quarantined.update(slots)
             self._slots.take_these(as_slots([*(block.slot for block in recovered), *slots]))
+            self._used_bytes += len(recovered) * slab.geometry.slot_bytes
         return recovered
 
-    def _take(self, count: int) -> Slots:
-        """Free slots: large requests from all folders alike, small ones from each in turn; `_lock` must be held."""
+    @property
+    def _largest_bytes(self) -> int:
+        """The largest slot that a block can need."""
+        pipeline = self._coding.pipeline
+        encrypts = pipeline is not None and pipeline.encrypts
+        return whole_pages(block_bytes_max(self.part_sizes, self.block_tokens, encrypts=encrypts))
+
+    @property
+    def _first_kind(self) -> int:
+        """The size of slots while it is not known what blocks need: what is usual, else the largest."""
+        return self._largest_bytes if self._usual_bytes is None else whole_pages(self._usual_bytes)
+
+    @property
+    def _wanted_kind(self) -> int:
+        """The kind of slots of the next slab."""
+        if self._coding.pipeline is None:
+            return 0
+        with self._lock:
+            return self._recent.largest(self._first_kind)
+
+    def _kinds(self) -> list[int]:
+        """Kinds of slots that are handed out, in order; `_lock` must be held."""
+        if self._coding.pipeline is None:
+            return [0]
+        return self._recent.in_order(self._present_kinds() - {0}, self._first_kind)
+
+    def _present_kinds(self) -> set[int]:
+        """Kinds of which there are slabs; `_lock` must be held."""
+        return {kind for (_, kind), firsts in self._firsts.items() if firsts}
+
+    def _firsts_of(self, kind: int) -> set[int]:
+        """The first slots of the ranges of a kind; `_lock` must be held."""
+        return set().union(*(self._firsts[volume, kind] for volume in self._services.folder.volumes))
+
+    def _geometry_of(self, kind: int) -> SlotGeometry:
+        return coded_geometry(self.part_sizes, self.block_tokens, kind) if kind else self._geometry
+
+    def _class_of(self, block: EncodedBlock) -> int:
+        return class_bytes(block_bytes(block, self.block_tokens), self._largest_bytes, self._usual_bytes)
+
+    def _exchange(self, slots: Slots, needed: Sequence[int]) -> Mask:
+        """Put slots of the sizes that are needed in the place of those that were given; which blocks got one.
+
+        What is not used of either is free then; a block that got none keeps one that was given.
+        """
+        kinds = np.zeros(len(slots), dtype=np.intp)
+        for run in self._table.runs(slots):
+            kinds[run.places] = run.holder.geometry.kind
+        given = list(zip(kinds.tolist(), slots.tolist(), strict=True))
+        with self._lock:
+            self._recent.note(needed)
+        missing = Counter(needed)
+        missing.subtract(kind for kind, _ in given)
+        more: list[tuple[int, int]] = []
+        try:
+            for kind, count in missing.items():
+                self._take_more(kind, count, more)
+            fitted = fit(needed, [*given, *more])
+            if len(fitted) < len(needed):
+                more += self._spare_larger(min(needed), len(needed) - len(fitted))
+                fitted = fit(needed, [*given, *more])
+            fitting = np.array([position in fitted for position in range(len(needed))], dtype=np.bool_)
+            spare = sorted({slot for _, slot in (*given, *more)}.difference(fitted.values()))
+            exchanged = slots.copy()
+            exchanged[fitting] = [fitted[position] for position in sorted(fitted)]
+            exchanged[~fitting] = spare[: len(needed) - len(fitted)]
+            slots[:] = exchanged
+        finally:
+            # However it ends, Ctrl-C included, the caller has what `slots` says, and nobody the others.
+            unused = {slot for _, slot in (*given, *more)}.difference(slots.tolist())
+            if unused:
+                self.free(as_slots(sorted(unused)))
+        if not fitting.all():
+            self._services.faults.add(DiskFault.NO_SLOT_OF_SIZE, int((~fitting).sum()))
+        return fitting
+
+    def _take_more(self, kind: int, count: int, more: list[tuple[int, int]]) -> None:
+        """Up to `count` more slots of a kind, from another slab if there is room for one, to the end of `more`."""
+        left = count
+        while left > 0:
+            with self._lock:
+                taken = self._take(left, kind).tolist()
+                more += [(kind, slot) for slot in taken]
+            left -= len(taken)
+            if left > 0 and not self._grow_kind(kind, left):
+                return
+
+    def _spare_larger(self, size: int, count: int) -> list[tuple[int, int]]:
+        """Free slots of sizes above one, the smallest first, so many of each."""
+        with self._lock:
+            kinds = sorted(kind for kind in self._present_kinds() if kind > size)
+            return [(kind, slot) for kind in kinds for slot in self._take(count, kind).tolist()]
+
+    def _take(self, count: int, kind: int) -> Slots:
+        """Free slots of a kind; `_lock` must be held.
+
+        Large requests are spread over all folders alike, small ones go to each in turn.
+        """
         volumes = self._services.folder.volumes
+        slot_bytes = kind or self._geometry.slot_bytes
         if len(volumes) == 1:
-            return self._slots.take(count)
+            slots = self._slots.take(count, within=self._firsts[volumes[0], kind])
+        else:
+            slots = self._take_in_turn(count, kind, IO_BYTES_MAX // slot_bytes)
+        self._used_bytes += len(slots) * slot_bytes
+        return slots
+
+    def _take_in_turn(self, count: int, kind: int, share_min: int) -> Slots:
+        volumes = self._services.folder.volumes
         self._turn += 1
         turned = [volumes[(self._turn + i) % len(volumes)] for i in range(len(volumes))]
         working = [volume for volume in turned if not volume.failing]
-        share = max(-(-count // max(1, len(working))), IO_BYTES_MAX // self.slot_bytes)
+        share = max(-(-count // max(1, len(working))), share_min)
         taken: list[Slots] = []
         left = count
         for volume in working:
-            taken.append(self._slots.take(min(share, left), within=self._firsts[volume]))
+            taken.append(self._slots.take(min(share, left), within=self._firsts[volume, kind]))
             left -= len(taken[-1])
-        taken.append(self._slots.take(left))
+        taken.append(self._slots.take(left, within=self._firsts_of(kind)))
         return np.sort(np.concatenate(taken))
+
+    def _give_up(self, slots: Slots) -> None:
+        """Make slots free; `_lock` must be held."""
+        self._slots.release(slots)
+        self._used_bytes -= self._bytes_of(slots)
+
+    def _bytes_of(self, slots: Slots) -> int:
+        return sum(run.count * run.holder.geometry.slot_bytes for run in self._table.runs(slots))
 
     def _erase_all(self, slots: Slots) -> Mask:
         """Forget blocks in memory, in the index and in the slots; which slots can be used again."""
@@ -314,7 +506,7 @@ class DiskPool:
         if not usable.all():
             self._quarantine(slots[~usable])
         with self._lock:
-            self._slots.release(slots[usable])
+            self._give_up(slots[usable])
         self._relieve(volumes)
 
     def _quarantine(self, slots: Slots) -> None:
@@ -322,6 +514,7 @@ class DiskPool:
         self._services.faults.add(DiskFault.QUARANTINED_SLOT, len(slots))
         with self._lock:
             self._quarantined.update(slots.tolist())
+            self._used_bytes -= self._bytes_of(slots)
         try:
             self._services.superblock.quarantine(
                 (run.holder.number, index)
@@ -341,21 +534,40 @@ class DiskPool:
     def _grow(self, count: int) -> bool:
         """Add a slab unless another thread just did; false if there is no room."""
         with self._grow_lock:
-            if self.free_slots >= count:
-                return True
-            left_bytes = None if self.bytes_max is None else self.bytes_max - self.reserved_bytes
-            slab = self._services.folder.create(self._ns_id, self._geometry, left_bytes)
-            if slab is None:
-                return False
+            return self.free_slots >= count or self._add_slab(self._wanted_kind)
+
+    def _grow_kind(self, kind: int, count: int) -> bool:
+        """The same for slots of one kind."""
+        with self._grow_lock:
             with self._lock:
-                self._add(slab)
-            return True
+                free_count = self._slots.free_within(self._firsts_of(kind))
+            return free_count >= count or self._add_slab(kind)
+
+    def _add_slab(self, kind: int) -> bool:
+        """Make a slab; idle ones of other kinds go for it where they must. `_grow_lock` must be held."""
+        slab = self._make_slab(kind)
+        if slab is None and self._give_back_others(kind):
+            slab = self._make_slab(kind)
+        if slab is None:
+            return False
+        with self._lock:
+            self._add(slab)
+        return True
+
+    def _make_slab(self, kind: int) -> Slab | None:
+        left_bytes = None if self.bytes_max is None else self.bytes_max - self.reserved_bytes
+        return self._services.folder.create(self._ns_id, self._geometry_of(kind), left_bytes)
+
+    def _give_back_others(self, kind: int) -> bool:
+        table = self._table
+        others = [found for found, slab in zip(table.ranges, table.holders, strict=True) if slab.geometry.kind != kind]
+        return sum(self.give_back(slot_range) for slot_range in others) > 0
 
     def _add(self, slab: Slab) -> SlotRange:
         """Take in a slab, all free; `_lock` must be held."""
         slot_range = self._slots.add(slab.header.slot_count)
         self._table = self._table.with_added(slot_range, slab)
-        self._firsts[slab.volume].add(slot_range.first)
+        self._firsts[slab.volume, slab.geometry.kind].add(slot_range.first)
         return slot_range
 
     def _vacate(self, slots: Slots) -> None:

@@ -43,7 +43,8 @@ def scrub_step(pools: Mapping[bytes, DiskPool], services: DiskServices, after: i
 def _bad_blocks(pools: Mapping[bytes, DiskPool], services: DiskServices, run: SlotRun[Slab]) -> Iterator[BadBlock]:
     slab = run.holder
     before = slab.sequences[run.indices].copy()
-    (good,) = services.transfer.map(services.transfer.check, [run])
+    check = services.coded.check if slab.geometry.coded else services.transfer.check
+    (good,) = services.transfer.map(check, [run])
     # What was freed or written while it was read is not to be judged.
     is_bad = ~good & (before != 0) & (slab.sequences[run.indices] == before)
     pool = pools.get(slab.header.ns_id)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Pool, SlotRange
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask, RecoveredBlock
-    from kvstore.types import Slots
+    from kvstore.tiers.codecs.coding import PoolCoding
+    from kvstore.types import CodecStats, Slots
 
 ENTRY_POINTS = "kvstore.tiers"
 
@@ -90,7 +91,9 @@ class PersistentPool(Pool, Protocol):
     def write(self, slots: Slots, identities: Sequence[BlockIdentity], sources: Sequence[Sequence[Bytes1D]]) -> Mask:
         """Write blocks; sources[i] has one readable array for each part of block i. True where a block is stored.
 
-        A slot whose write failed still belongs to the caller, who frees it. What goes wrong raises nothing.
+        A slot whose write failed still belongs to the caller, who frees it. What goes wrong raises nothing. `slots` is
+        changed in place where a block had to go to another slot than it was given, since only now its size is known;
+        the caller has that one then, and no longer the other.
         """
         ...
 
@@ -202,6 +205,23 @@ class PersistentTier(Protocol):
 
     def close(self) -> None:
         """Flush and release everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class CodingTier(Protocol):
+    """What a PersistentTier has besides that can store blocks compressed or encrypted."""
+
+    @property
+    def codec_stats(self) -> dict[str, CodecStats]:
+        """What was encoded and decoded since the start, by the names of pipelines."""
+        ...
+
+    def use_coding(self, ns_id: bytes, coding: PoolCoding) -> None:
+        """How the blocks of a pool are written from now on; those that are there stay, and stay readable.
+
+        Raises ConfigError where it has no key to encrypt with.
+        """
         ...
 
 

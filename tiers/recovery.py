@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore.tiers.coded_header import CodedHeader, is_coded
+from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.header import unpack_header
 from kvstore.tiers.manifest import parse_row_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from kvstore.tiers.coded_transfer import CodedTransfer
     from kvstore.tiers.header import BlockHeader
     from kvstore.tiers.slab import Slab
     from kvstore.tiers.transfer import SlotTransfer
@@ -22,7 +25,7 @@ class FoundBlock:
 
     slab: Slab
     index: int
-    header: BlockHeader
+    header: BlockHeader | CodedHeader
 
     @property
     def place(self) -> tuple[int, int]:
@@ -30,44 +33,61 @@ class FoundBlock:
         return self.slab.number, self.index
 
 
-def blocks_from_rows(
-    rows: Iterable[tuple[bytes, bytes]], slabs: Mapping[int, Slab], generations: Mapping[bytes, int]
-) -> list[FoundBlock] | None:
-    """The blocks that index rows name; rows that are outdated or of a lost slab are left out.
+class SlabScanner:
+    """Reads what index rows and headers say, of plain slots and of coded ones. `generations` are those in force."""
 
-    None if a row is damaged: then others may be missing, and what lies in their slots would be found again later, when
-    it may have been dropped elsewhere.
-    """
-    found = []
-    for key, value in rows:
-        place = parse_row_key(key)
-        header = unpack_header(value)
-        if place is None or header is None:
-            return None
-        slab, index = slabs.get(place[0]), place[1]
-        if slab is None:
-            continue
-        if index >= slab.header.slot_count or not slab.owns(header, index, 0):
-            return None
-        if _is_current(header, generations):
-            found.append(FoundBlock(slab, index, header))
-    return found
+    def __init__(self, transfer: SlotTransfer, coded: CodedTransfer, generations: Mapping[bytes, int]) -> None:
+        self.faults = transfer.faults
+        self._transfer = transfer
+        self._coded = coded
+        self._generations = generations
 
+    def blocks_from_rows(
+        self, rows: Iterable[tuple[bytes, bytes]], slabs: Mapping[int, Slab]
+    ) -> list[FoundBlock] | None:
+        """The blocks that index rows name; rows that are outdated, of a lost slab or of a lost key are left out.
 
-def blocks_from_slabs(
-    slabs: Iterable[Slab], transfer: SlotTransfer, generations: Mapping[bytes, int]
-) -> list[FoundBlock]:
-    """The blocks that the headers in the slabs tell of; a block counts if the headers of all its parts agree."""
-
-    def scan(slab: Slab) -> list[FoundBlock]:
+        None if a row is damaged: then others may be missing, and what lies in their slots would be found again later,
+        when it may have been dropped elsewhere.
+        """
         found = []
-        for index in range(slab.header.slot_count):
-            headers = transfer.read_headers(slab, index)
-            if headers and _agree(headers) and _is_current(headers[0], generations):
-                found.append(FoundBlock(slab, index, headers[0]))
+        for key, value in rows:
+            place = parse_row_key(key)
+            header = self._coded.unpack(value) if is_coded(value) else unpack_header(value)
+            if header is DiskFault.UNKNOWN_KEY:
+                self.faults.add(DiskFault.UNKNOWN_KEY)
+                continue
+            if place is None or header is None or isinstance(header, DiskFault):
+                return None
+            slab, index = slabs.get(place[0]), place[1]
+            if slab is None:
+                continue
+            if index >= slab.header.slot_count or not _belongs(slab, header, index):
+                return None
+            if self._is_current(header):
+                found.append(FoundBlock(slab, index, header))
         return found
 
-    return [block for blocks in transfer.map(scan, slabs) for block in blocks]
+    def blocks_from_slabs(self, slabs: Iterable[Slab]) -> list[FoundBlock]:
+        """The blocks that the headers in the slabs tell of; a block counts if the headers of all its parts agree."""
+        return [block for blocks in self._transfer.map(self._scan, slabs) for block in blocks]
+
+    def _scan(self, slab: Slab) -> list[FoundBlock]:
+        found = []
+        for index in range(slab.header.slot_count):
+            header = self._header(slab, index)
+            if header is not None and self._is_current(header):
+                found.append(FoundBlock(slab, index, header))
+        return found
+
+    def _header(self, slab: Slab, index: int) -> BlockHeader | CodedHeader | None:
+        if slab.geometry.coded:
+            return self._coded.read_header(slab, index)
+        headers = self._transfer.read_headers(slab, index)
+        return headers[0] if headers and _agree(headers) else None
+
+    def _is_current(self, header: BlockHeader | CodedHeader) -> bool:
+        return header.generation == self._generations.get(header.ns_id, 0)
 
 
 def newest_copies(found: Iterable[FoundBlock]) -> tuple[list[FoundBlock], list[FoundBlock]]:
@@ -91,5 +111,7 @@ def _agree(headers: list[BlockHeader]) -> bool:
     )
 
 
-def _is_current(header: BlockHeader, generations: Mapping[bytes, int]) -> bool:
-    return header.generation == generations.get(header.ns_id, 0)
+def _belongs(slab: Slab, header: BlockHeader | CodedHeader, index: int) -> bool:
+    if isinstance(header, CodedHeader):
+        return slab.owns_coded(header, index)
+    return slab.owns(header, index, 0)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.tiers.buffers import PAGE_BYTES, whole_pages
 from kvstore.tiers.faults import DiskFault
-from kvstore.tiers.header import packed_bytes
 from kvstore.tiers.manifest import INDEX_BYTES_MIN, row_bytes_max
-from kvstore.tiers.slab import SlabHeader, slab_bytes, slot_geometry
+from kvstore.tiers.slab import SlabHeader, slab_bytes
 from kvstore.tiers.slab_volume import NUMBER_BITS
 
 if TYPE_CHECKING:
@@ -130,7 +129,8 @@ class SlabFolder:
         number = volume.next_number()
         if number in self._open_slabs:
             return None
-        header = SlabHeader(number, ns_id, slot_count, geometry.part_sizes, geometry.block_tokens)
+        coded_pages = geometry.kind // PAGE_BYTES
+        header = SlabHeader(number, ns_id, slot_count, geometry.part_sizes, geometry.block_tokens, coded_pages)
         self._charge(volume, geometry, slot_count)
         try:
             slab = volume.make(header, slab_bytes(geometry, slot_count))
@@ -145,7 +145,7 @@ class SlabFolder:
         header = volume.read_header(path)
         if header is None or header.number != number or number >> NUMBER_BITS != volume.number:
             return None
-        geometry = slot_geometry(header.part_sizes, header.block_tokens)
+        geometry = header.geometry
         if _charged_bytes(geometry, header.slot_count) > self._left_bytes():
             return None
         slab = volume.open(header, path)
@@ -187,5 +187,5 @@ class SlabFolder:
 
 def _charged_bytes(geometry: SlotGeometry, slot_count: int) -> int:
     """What a slab costs: its file, a page for the file's extent tree, and the index rows of its slots."""
-    rows_bytes = slot_count * row_bytes_max(packed_bytes(geometry.block_tokens))
+    rows_bytes = slot_count * row_bytes_max(geometry.packed_bytes)
     return slab_bytes(geometry, slot_count) + PAGE_BYTES + rows_bytes

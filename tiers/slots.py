@@ -107,6 +107,10 @@ class SlotMap:
                 self._free_count -= len(found)
         return as_slots(np.concatenate(taken)) if taken else as_slots(())
 
+    def free_within(self, firsts: Container[int]) -> int:
+        """Free slots of the ranges that begin at one of `firsts`."""
+        return sum(item.free_count for item in self._ranges if item.first in firsts)
+
     def take_these(self, slots: Slots) -> None:
         """Mark free slots as used."""
         for item, indices in self._spans(slots):

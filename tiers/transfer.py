@@ -35,7 +35,7 @@ Job = TypeVar("Job")
 Outcome = TypeVar("Outcome")
 
 
-class _ShortWriteError(OSError):
+class ShortWriteError(OSError):
     """The system wrote less than it was given."""
 
 
@@ -57,16 +57,16 @@ class SlotTransfer:
 
     def __init__(self, io: FileIo, faults: FaultCounts, thread_count: int) -> None:
         self.faults = faults
+        self.buffers = AlignedBuffers(thread_count)
         self._io = io
         self._thread_count = thread_count
-        self._buffers = AlignedBuffers(thread_count)
         self._zero_page = aligned_bytes(PAGE_BYTES)
         self._executor = ThreadPoolExecutor(thread_count, thread_name_prefix="kvstore-disk")
 
     @property
     def busy_buffers(self) -> int:
         """Buffers in use now; 0 when nothing moves."""
-        return self._buffers.lent_count
+        return self.buffers.lent_count
 
     def map(self, call: Callable[[Job], Outcome], jobs: Iterable[Job]) -> list[Outcome]:
         """Outcomes of all jobs, in order. Raises ClosedError after close().
@@ -101,24 +101,32 @@ class SlotTransfer:
 
         Returns the packed header of part 0 of each block, None where the block was not written.
         """
+
+        def together(some: SlotRun[Slab], places: slice) -> list[bytes | None]:
+            return self._write_together(some, occupants[places], sources[places])
+
+        return self.write_by(run, together)
+
+    def write_by(
+        self, run: SlotRun[Slab], together: Callable[[SlotRun[Slab], slice], list[Outcome | None]]
+    ) -> list[Outcome | None]:
+        """Write a run by `together`, one I/O, or slot by slot where it raises OSError: None where that does, too.
+
+        `together` is given a run and its places in the whole.
+        """
         try:
-            return self._write_together(run, occupants, sources)
+            return together(run, slice(0, run.count))
         except OSError as error:
-            full = error.errno in _NO_SPACE
-            if full or run.count == 1:
-                short = isinstance(error, _ShortWriteError)
-                fault = DiskFault.SHORT_WRITE if short else DiskFault.NO_SPACE if full else DiskFault.WRITE_ERROR
-                self.faults.add(fault, run.count)
-                run.holder.suspect[run.indices] |= not full
-                if not full:
-                    run.holder.volume.failed()
-                return [None] * run.count
-        # One bad sector must not cost the neighbours that share its I/O; so in read().
-        return [
-            header
-            for position, single in enumerate(run.cut(1))
-            for header in self.write(single, [occupants[position]], [sources[position]])
-        ]
+            if error.errno in _NO_SPACE or run.count == 1:
+                return self._unwritten(run, error)
+        # One bad sector must not cost the neighbours that share its I/O; so in read_by().
+        written: list[Outcome | None] = []
+        for position, single in enumerate(run.cut(1)):
+            try:
+                written += together(single, slice(position, position + 1))
+            except OSError as error:
+                written += self._unwritten(single, error)
+        return written
 
     def read(self, run: SlotRun[Slab], occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]) -> Mask:
         """Read parts of the block in each slot of a run.
@@ -126,33 +134,38 @@ class SlotTransfer:
         Row i is right where the answer is true, and undefined elsewhere. Unless `parts` are all of a block, the run
         has one slot only.
         """
+
+        def together(some: SlotRun[Slab], places: slice) -> Mask:
+            return self._read_together(some, occupants[places], rows[places], parts)
+
+        return self.read_by(run, together)
+
+    def read_by(self, run: SlotRun[Slab], together: Callable[[SlotRun[Slab], slice], Mask]) -> Mask:
+        """Read a run by `together`, one I/O, or slot by slot where it raises OSError: false where that does, too."""
         try:
-            return self._read_together(run, occupants, rows, parts)
+            return together(run, slice(0, run.count))
         except OSError:
             if run.count == 1:
                 return self._unreadable(run)
-        singles = [
-            self.read(single, [occupants[position]], rows[position : position + 1], parts)
-            for position, single in enumerate(run.cut(1))
-        ]
-        return np.concatenate(singles)
+        good = []
+        for position, single in enumerate(run.cut(1)):
+            try:
+                good.append(together(single, slice(position, position + 1)))
+            except OSError:
+                good.append(self._unreadable(single))
+        return np.concatenate(good)
 
     def check(self, run: SlotRun[Slab]) -> Mask:
         """Whether each slot holds, whole and right, a block of the sequence and generation it is said to hold.
 
         True too of a slab that was removed meanwhile, since there is nothing left to be wrong.
         """
-        try:
-            return self._check_together(run)
-        except OSError:
-            if run.count == 1:
-                return self._unreadable(run)
-        return np.concatenate([self.check(single) for single in run.cut(1)])
+        return self.read_by(run, lambda some, _: self._check_together(some))
 
     def try_slot(self, slab: Slab, index: int) -> bool:
         """Whether a slot that holds nothing takes zeros and gives them back. It is not suspect any more then."""
         slot_bytes = slab.geometry.slot_bytes
-        with self._buffers.lend(slot_bytes) as buffer:
+        with self.buffers.lend(slot_bytes) as buffer:
             buffer[:] = 0
             try:
                 is_written = self._io.write(slab.fd, [buffer], slab.slot_offset(index)) == slot_bytes
@@ -206,6 +219,16 @@ class SlotTransfer:
                 return False
         return True
 
+    def _unwritten(self, run: SlotRun[Slab], error: OSError) -> list[Outcome | None]:
+        full = error.errno in _NO_SPACE
+        short = isinstance(error, ShortWriteError)
+        fault = DiskFault.SHORT_WRITE if short else DiskFault.NO_SPACE if full else DiskFault.WRITE_ERROR
+        self.faults.add(fault, run.count)
+        run.holder.suspect[run.indices] |= not full
+        if not full:
+            run.holder.volume.failed()
+        return [None] * run.count
+
     def _unreadable(self, run: SlotRun[Slab]) -> Mask:
         self.faults.add(DiskFault.READ_ERROR)
         run.holder.suspect[run.index] = True
@@ -216,7 +239,7 @@ class SlotTransfer:
         return self._io.write(slab.fd, [self._zero_page], slab.slot_offset(index)) == PAGE_BYTES
 
     def _read_header(self, slab: Slab, offset: int) -> BlockHeader | None:
-        with self._buffers.lend(slab.geometry.header_bytes) as buffer:
+        with self.buffers.lend(slab.geometry.header_bytes) as buffer:
             try:
                 got_bytes = self._io.read(slab.fd, [buffer], offset)
             except OSError:
@@ -234,7 +257,7 @@ class SlotTransfer:
         headers: list[bytes | None] = []
         in_place: list[tuple[int, Bytes1D]] = []
         may_stay = _fits_one_call(run, len(slab.header.part_sizes))
-        with self._buffers.lend(run.count * slot_bytes) as buffer:
+        with self.buffers.lend(run.count * slot_bytes) as buffer:
             for position, single in enumerate(run.cut(1)):
                 start = position * slot_bytes
                 span = buffer[start : start + slot_bytes]
@@ -243,7 +266,7 @@ class SlotTransfer:
                 bodies = zip(slab.geometry.body_offsets, sources[position], stays, strict=True)
                 in_place.extend((start + offset, source) for offset, source, stay in bodies if stay)
             if self._io.write(slab.fd, _pieces(buffer, in_place), slab.slot_offset(run.index)) != len(buffer):
-                raise _ShortWriteError(errno.EIO, "short write")
+                raise ShortWriteError(errno.EIO, "short write")
         slab.volume.worked()
         return headers
 
@@ -255,7 +278,7 @@ class SlotTransfer:
         offset, stride = slab.geometry.span(parts)
         assert stride == slab.geometry.slot_bytes or run.count == 1, "parts of one block at a time"
         good = np.zeros(run.count, dtype=np.bool_)
-        with self._buffers.lend(run.count * stride) as buffer:
+        with self.buffers.lend(run.count * stride) as buffer:
             bodies = _bodies(run, buffer.reshape(run.count, stride), rows, parts)
             in_place = [
                 (position * stride + body.offset, body.target[position])
@@ -280,7 +303,7 @@ class SlotTransfer:
         geometry = slab.geometry
         good = np.ones(run.count, dtype=np.bool_)
         expected = list(zip(slab.sequences[run.indices].tolist(), slab.generations[run.indices].tolist(), strict=True))
-        with self._buffers.lend(run.count * geometry.slot_bytes) as buffer:
+        with self.buffers.lend(run.count * geometry.slot_bytes) as buffer:
             with slab.open_lock:
                 if slab.removed:
                     return good

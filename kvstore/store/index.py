@@ -15,9 +15,11 @@ from kvstore.errors import NoSpaceError
 from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
 from kvstore.store.budget import StoreBudget, default_bytes_per_second
+from kvstore.store.codecs import coding
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.store.sparse import SparseGroup, SparseParts
+from kvstore.tiers.persistent import CodingTier
 from kvstore.store.state_records import PIECE_NUMBERS, StateRecords
 from kvstore.store.states import StateTable
 from kvstore.types import Tier, require_namespace
@@ -222,6 +224,7 @@ class Index:
         if self.disk is not None:
             numbers = layout.block_tokens if layout.state is None else PIECE_NUMBERS
             disk_pool = self.disk.pool(ns_id, layout.part_sizes, numbers, bytes_max=shares[Tier.DISK].dense)
+            self._use_coding(ns_id, namespace, None)
         host_pool = self.host.pool(ns_id, layout.part_sizes, bytes_max=shares[Tier.HOST].dense)
         ns_key = hashing.namespace_key(namespace, self._node_secret)
         space = Space(
@@ -232,7 +235,7 @@ class Index:
             disk=disk_pool,
             events=self.events,
             policy=self.settings.eviction_policy,
-            sparse=self._make_sparse(ns_id, layout, shares),
+            sparse=self._make_sparse(ns_id, namespace, shares),
             states=self._make_states(layout, ns_key, host_pool, disk_pool),
             quota=quota,
             hash_seed=None if saved is None else saved.hash_seed,
@@ -278,7 +281,13 @@ class Index:
             shares[tier] = Share(dense=whole - sparse, sparse=sparse // len(layout.groups))
         return shares
 
-    def _make_sparse(self, ns_id: bytes, layout: KvLayout, shares: dict[Tier, Share]) -> SparseParts:
+    def _use_coding(self, pool_id: bytes, namespace: Namespace, group: int | None) -> None:
+        """Tell a tier that has codecs how a pool's blocks are stored, and what they are: old ones are read by that."""
+        if isinstance(self.disk, CodingTier):
+            self.disk.use_coding(pool_id, coding(self.settings.codecs, namespace, group))
+
+    def _make_sparse(self, ns_id: bytes, namespace: Namespace, shares: dict[Tier, Share]) -> SparseParts:
+        layout = namespace.layout
         groups = []
         for number, rule in enumerate(layout.groups):
             pool_id = hashing.group_pool_id(ns_id, number)
@@ -287,6 +296,7 @@ class Index:
             disk = None
             if self.disk is not None:
                 disk = self.disk.pool(pool_id, sizes, layout.block_tokens, bytes_max=shares[Tier.DISK].sparse)
+                self._use_coding(pool_id, namespace, number)
             groups.append(SparseGroup(rule, layout.group_parts(number), host, disk))
         return SparseParts(layout, groups)
 

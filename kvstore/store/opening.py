@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN, DISK_KIND
 from kvstore.errors import ConfigError
 from kvstore.store.settings import StoreSettings
 from kvstore.store.store import Store
+from kvstore.tiers.codecs.keys import FileKeys
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import POISON, HostTier
 from kvstore.tiers.persistent import find_factory
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.clock import Clock
+    from kvstore.tiers.persistent import TierFactory
 
 
 def open_store(
@@ -29,6 +32,7 @@ def open_store(
     further_paths: Sequence[str | os.PathLike[str]] = (),
     free_floor_bytes: int | None = None,
     disk_kind: str = DISK_KIND,
+    key_file: str | os.PathLike[str] | None = None,
     settings: StoreSettings | None = None,
     clock: Clock | None = None,
 ) -> Store:
@@ -37,8 +41,8 @@ def open_store(
     `path` is the data directory, made if it is missing and locked while open. `disk_bytes` is 10 GiB where there is
     a path and 0 where there is none; with 0 there is no disk tier. Blocks are spread over `further_paths` too, within
     the same bytes; `free_floor_bytes` stay free on each file system (by default 1 GiB or 2 %, at most a tenth);
-    `disk_kind` names a tier that another package offers. Raises ConfigError for sizes that cannot be, StorageError
-    where the directory or the memory is not to be had.
+    `disk_kind` names a tier that another package offers; `key_file` has the keys of encryption at rest. Raises
+    ConfigError for sizes that cannot be, StorageError where the directory or the memory is not to be had.
     """
     if disk_bytes is None:
         disk_bytes = DEFAULT_DISK_BYTES if path is not None else 0
@@ -60,8 +64,7 @@ def open_store(
     disk = None
     if disk_bytes and path is not None:
         try:
-            open_disk = DiskTier.open if disk_kind == DISK_KIND else find_factory(disk_kind)
-            disk = open_disk(
+            disk = _disk_opener(disk_kind, key_file, settings)(
                 Path(path),
                 capacity_bytes=disk_bytes,
                 further_paths=[Path(further) for further in further_paths],
@@ -71,3 +74,15 @@ def open_store(
             host.close()
             raise
     return Store(host, disk, settings, clock)
+
+
+def _disk_opener(kind: str, key_file: str | os.PathLike[str] | None, settings: StoreSettings) -> TierFactory:
+    """What opens the disk tier. Raises ConfigError where it would not store blocks as the settings say."""
+    encrypting = any(rule.encryption != "none" for rule in settings.codecs)
+    if kind == DISK_KIND:
+        if encrypting and key_file is None:
+            raise ConfigError("codecs encrypt blocks but there is no key_file; name one")
+        return partial(DiskTier.open, keys=None if key_file is None else FileKeys(key_file))
+    if settings.codecs or key_file is not None:
+        raise ConfigError(f"codecs and key_file are for disk_kind {DISK_KIND!r}, but that is {kind!r}; leave them out")
+    return find_factory(kind)

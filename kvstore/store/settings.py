@@ -13,6 +13,7 @@ from kvstore.tiers.extent_stock import HostMemory
 from kvstore.tiers.huge_pages import HUGE_PAGES
 
 if TYPE_CHECKING:
+    from kvstore.store.codecs import CodecRule
     from kvstore.types import Namespace
 
 COUNTING_POLICIES = ("survival", "lfu")
@@ -58,7 +59,10 @@ NO_QUOTA = Quota()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """Named limits: whole numbers of at least 1, seconds at least 0. The first quota that covers a namespace holds."""
+    """Named limits: whole numbers of at least 1, seconds at least 0.
+
+    The first quota that covers a namespace holds, and the first codec.
+    """
 
     namespaces_max: int = 1024
     leases_max: int = 4096
@@ -82,6 +86,7 @@ class StoreSettings:
     prefetch_ratio: float = 0.1
     prefetches_max: int = 64
     quotas: tuple[Quota, ...] = ()
+    codecs: tuple[CodecRule, ...] = ()
 
     def __post_init__(self) -> None:
         for item in fields(self):

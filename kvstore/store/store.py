@@ -29,6 +29,7 @@ from kvstore.store.stage import Points, StoreStage
 from kvstore.store.state_calls import StateCalls, StateWriteThrough
 from kvstore.store.state_prefetch import StatePrefetcher
 from kvstore.store.what_if import what_if
+from kvstore.tiers.persistent import CodingTier
 from kvstore.tokens import as_token_array
 from kvstore.types import (
     PLAIN_ROOT,
@@ -345,6 +346,7 @@ class Store:
                 states=sum(len(space.states) for space in spaces if space.states is not None),
                 what_if=what_if(spaces),
                 quarantined_slots=0 if self._disk is None else self._disk.quarantined_slots,
+                codecs=self._disk.codec_stats if isinstance(self._disk, CodingTier) else {},
             )
 
     def host_memory(self) -> HostMemoryState:

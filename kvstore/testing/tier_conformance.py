@@ -154,6 +154,15 @@ class TierConformance:
         assert all(pool.give_back(item) for item in pool.ranges())
         assert (pool.reserved_bytes, pool.used_slots) == (0, 0)
 
+    def test_a_range_that_goes_back_was_not_kept(self, tier: PersistentTier) -> None:
+        """Blocks alone keep none; one that is kept refuses to go."""
+        pool = pool_of(tier)
+        slots = write(pool, NUMBERS)
+        assert not any(pool.is_kept(item) for item in pool.ranges())
+        pool.free(slots)
+        for item in pool.ranges():
+            assert pool.is_kept(item) != pool.give_back(item)
+
     def test_a_pool_stays_within_its_own_limit(self, tier: PersistentTier) -> None:
         """And says that this, not the tier, is what stops it."""
         pool = tier.pool(NS, PARTS, BLOCK_TOKENS, bytes_max=2 * MIB)

@@ -12,17 +12,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.tiers.base import BlockIdentity
+from kvstore.tiers.codecs.base import OPAQUE
+from kvstore.tiers.codecs.coding import PoolCoding
+from kvstore.tiers.codecs.registry import Pipeline, make_codec
 from kvstore.tiers.disk import DiskTier
 
 KIB = 1 << 10
 # Layouts by namespace: parts of odd sizes, small and large blocks.
-LAYOUTS = {b"a" * 16: (4096,), b"b" * 16: (100, 9000, 1), b"c" * 16: (200_000,)}
+LAYOUTS = {b"a" * 16: (4096,), b"b" * 16: (100, 9000, 1), b"c" * 16: (200_000,), b"d" * 16: (60_000, 5000)}
+CODED = (b"d" * 16,)
 CAPACITIES = st.sampled_from([1024 * KIB, 1536 * KIB, 3072 * KIB])
 
 
 def identity(number: int) -> BlockIdentity:
     tokens = np.full(4, number, dtype="<u4").tobytes()
     return BlockIdentity(b"r" * 16, number.to_bytes(16, "big"), (number + 1).to_bytes(16, "big"), tokens)
+
+
+def source(ns_id: bytes, number: int) -> tuple[np.ndarray, ...]:
+    """Blocks of many sizes once they are coded."""
+    sizes = LAYOUTS[ns_id]
+    whole = np.full(sum(sizes), 7, dtype=np.uint8)
+    whole[: len(whole) * (number % 5) // 4] = np.random.default_rng(1).integers(
+        256, size=len(whole) * (number % 5) // 4
+    )
+    return tuple(np.split(whole, np.cumsum(sizes)[:-1]))
 
 
 class CapacityMachine(RuleBasedStateMachine):
@@ -50,6 +64,10 @@ class CapacityMachine(RuleBasedStateMachine):
             io_threads=1,
         )
         self.pools = {ns_id: self.tier.pool(ns_id, sizes, 4) for ns_id, sizes in LAYOUTS.items()}
+        for ns_id in CODED:
+            self.tier.use_coding(
+                ns_id, PoolCoding(Pipeline(make_codec("blosc2"), False), (OPAQUE,) * len(LAYOUTS[ns_id]))
+            )
 
     def teardown(self) -> None:
         if hasattr(self, "tier"):
@@ -61,9 +79,12 @@ class CapacityMachine(RuleBasedStateMachine):
         slots = self.pools[ns_id].allocate(count)
         numbers = range(self.next_number, self.next_number + len(slots))
         self.next_number += len(slots)
-        source = tuple(np.full(size, 7, dtype=np.uint8) for size in LAYOUTS[ns_id])
-        assert self.pools[ns_id].write(slots, [identity(number) for number in numbers], [source] * len(slots)).all()
-        self.held[ns_id] |= dict(zip(numbers, slots.tolist(), strict=True))
+        identities, sources = [identity(number) for number in numbers], [source(ns_id, number) for number in numbers]
+        stored = self.pools[ns_id].write(slots, identities, sources)
+        assert stored.all() or (ns_id in CODED and self.tier.faults["no_slot_of_size"])
+        self.pools[ns_id].free(slots[~stored])
+        pairs = zip(numbers, slots.tolist(), stored.tolist(), strict=True)
+        self.held[ns_id] |= {number: slot for number, slot, good in pairs if good}
 
     @rule(ns_id=st.sampled_from(sorted(LAYOUTS)), share=st.sampled_from([0.3, 1.0]))
     def free(self, ns_id: bytes, share: float) -> None:

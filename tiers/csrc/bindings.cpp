@@ -6,6 +6,7 @@
 #include "block_copy.h"
 #include "checksum.h"
 #include "memory.h"
+#include "quantise.h"
 #include "slot_copy.h"
 
 namespace nb = nanobind;
@@ -110,6 +111,50 @@ uint64_t CopyAndDigest(BytesOut target, Bytes source) {
   return kvstore::CopyAndDigest(target.data(), source.data(), source.shape(0));
 }
 
+kvstore::QuantisedShape AsShape(unsigned int element, unsigned int byte, size_t groups, size_t tokens,
+                                size_t channels) {
+  if (element < 1 || element > 3 || byte < 1 || byte > 2) throw nb::value_error("no such type of elements or bytes");
+  return {static_cast<kvstore::ElementType>(element), static_cast<kvstore::ByteType>(byte), groups, tokens, channels};
+}
+
+void CheckSizes(const kvstore::QuantisedShape& shape, size_t element_bytes, size_t packed_bytes) {
+  const size_t count = shape.groups * shape.tokens * shape.channels;
+  const size_t width = shape.element == kvstore::ElementType::kFloat32 ? 4 : 2;
+  if (element_bytes != count * width || packed_bytes != 2 * shape.groups * shape.channels + count) {
+    throw nb::value_error("the memory is not of the size of the shape");
+  }
+}
+
+// Packed rows: all scales, then all bytes. Returns max absolute error, sum of squared errors, sum of squares; None where
+// an element is not finite.
+nb::object Quantise(Bytes elements, BytesOut packed, unsigned int element, unsigned int byte, size_t groups,
+                    size_t tokens, size_t channels) {
+  const kvstore::QuantisedShape shape = AsShape(element, byte, groups, tokens, channels);
+  CheckSizes(shape, elements.shape(0), packed.shape(0));
+  kvstore::QuantisationError error{};
+  {
+    const nb::gil_scoped_release released;
+    error = kvstore::Quantise(shape, elements.data(), packed.data(), packed.data() + 2 * groups * channels);
+  }
+  if (!error.finite) return nb::none();
+  return nb::make_tuple(error.max_absolute, error.squared, error.signal_squared);
+}
+
+void Dequantise(Bytes packed, BytesOut elements, unsigned int element, unsigned int byte, size_t groups, size_t tokens,
+                size_t channels) {
+  const kvstore::QuantisedShape shape = AsShape(element, byte, groups, tokens, channels);
+  CheckSizes(shape, elements.shape(0), packed.shape(0));
+  const nb::gil_scoped_release released;
+  kvstore::Dequantise(shape, packed.data(), packed.data() + 2 * groups * channels, elements.data());
+}
+
+void DefineQuantise(nb::module_& m) {
+  m.def("quantise", &Quantise, nb::arg("elements").noconvert(), nb::arg("packed").noconvert(), nb::arg("element"),
+        nb::arg("byte"), nb::arg("groups"), nb::arg("tokens"), nb::arg("channels"));
+  m.def("dequantise", &Dequantise, nb::arg("packed").noconvert(), nb::arg("elements").noconvert(), nb::arg("element"),
+        nb::arg("byte"), nb::arg("groups"), nb::arg("tokens"), nb::arg("channels"));
+}
+
 struct Mapping {
   void* address;
   size_t bytes;
@@ -204,5 +249,6 @@ NB_MODULE(_copy, m) {
   m.attr("DIGEST_BYTES_MIN") = kvstore::kDigestBytesMin;
   m.def("copy_and_digest", &CopyAndDigest, nb::arg("target").noconvert(), nb::arg("source").noconvert());
   DefineMemory(m);
+  DefineQuantise(m);
   DefineSlotTable(m);
 }

@@ -18,7 +18,7 @@ from kvstore.metrics import (
 from kvstore.tiers.extent_stock import HostMemoryState
 from kvstore.tiers.huge_pages import PageKind
 from kvstore.transport.arena_service import ArenaUse
-from kvstore.types import StoreStats, TierStats, WhatIf
+from kvstore.types import CodecStats, StoreStats, TierStats, WhatIf
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -36,6 +36,7 @@ STATS = StoreStats(
     evicted_blocks={"space": 7, "clear": 8},
     corrupt_blocks=1,
     disk_faults={"read_error": 18},
+    codecs={"fp8": CodecStats(32, 33_000, 34_000, 35, 0.5, 0.02, 1.5, 0.75)},
     prefetches={"done": 23},
     prefetched_blocks=24,
     written_bytes=25,
@@ -129,6 +130,14 @@ EXPECTED = {
     ("kvstore_index_bytes", ""): 4096,
     ("kvstore_policy_bytes", ""): 2048,
     ("kvstore_quarantined_slots", ""): 7,
+    ("kvstore_codec_blocks_total", "fp8,written"): 32,
+    ("kvstore_codec_blocks_total", "fp8,read"): 35,
+    ("kvstore_codec_bytes_total", "fp8,raw"): 33_000,
+    ("kvstore_codec_bytes_total", "fp8,slot"): 34_000,
+    ("kvstore_codec_seconds_total", "fp8,written"): 1.5,
+    ("kvstore_codec_seconds_total", "fp8,read"): 0.75,
+    ("kvstore_codec_error", "fp8,max_absolute"): 0.5,
+    ("kvstore_codec_error", "fp8,rms_relative"): 0.02,
     ("kvstore_sparse_blocks", ""): 30,
     ("kvstore_shortened_tokens_total", ""): 31,
     ("kvstore_states", ""): 32,
@@ -157,6 +166,8 @@ def test_every_counter_of_the_store_moves_a_metric(name):
     value = getattr(STATS, name)
     if name == "tiers":
         changed = {"host": TierStats(1001, 601, 7), "disk": value["disk"]}
+    elif name == "codecs":
+        changed = {**value, "int8": CodecStats(written_blocks=1)}
     elif name == "what_if":
         changed = (WhatIf("host", 0.5, 501, 0.25),)
     else:
@@ -168,7 +179,7 @@ def test_every_counter_of_the_store_moves_a_metric(name):
     )
 
     moved = [key for key in after if key[0].startswith("kvstore_") and after[key] != before.get(key)]
-    assert (3 if name == "tiers" else 1) == len(moved)
+    assert {"tiers": 3, "codecs": 8}.get(name, 1) == len(moved)
 
 
 def test_calls_are_counted_in_their_bucket_by_method_and_status():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.tiers.base import Bytes1D, Bytes2D
+    from kvstore.tiers.codecs.coding import PoolCoding
     from kvstore.tiers.disk_pool import DiskPool
     from kvstore.types import Slots
 
@@ -23,11 +24,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Blocks:
-    """Numbered blocks whose bytes follow from their number."""
+    """Numbered blocks whose bytes follow from their number; each has `bits` random bits. `coding` is their pool's."""
 
     part_sizes: tuple[int, ...] = (5000, 333)
     block_tokens: int = 16
     ns_id: bytes = b"n" * 16
+    bits: int = 8
+    coding: PoolCoding | None = None
 
     def identity(self, number: int) -> BlockIdentity:
         tokens = np.full(self.block_tokens, number, dtype="<u4").tobytes()
@@ -38,7 +41,7 @@ class Blocks:
 
     def row(self, number: int) -> Bytes1D:
         generator = np.random.default_rng((number, *self.part_sizes))
-        return generator.integers(0, 256, sum(self.part_sizes), dtype=np.uint8)
+        return generator.integers(0, 1 << self.bits, sum(self.part_sizes), dtype=np.uint8)
 
     def rows(self, numbers: Iterable[int]) -> Bytes2D:
         return np.stack([self.row(number) for number in numbers])
@@ -47,7 +50,10 @@ class Blocks:
         return tuple(np.split(self.row(number), np.cumsum(self.part_sizes)[:-1]))
 
     def pool(self, tier: DiskTier) -> DiskPool:
-        return tier.pool(self.ns_id, self.part_sizes, self.block_tokens)
+        pool = tier.pool(self.ns_id, self.part_sizes, self.block_tokens)
+        if self.coding is not None:
+            tier.use_coding(self.ns_id, self.coding)
+        return pool
 
     def store(self, pool: DiskPool, numbers: Sequence[int]) -> Slots:
         """Allocate and write; all must fit."""

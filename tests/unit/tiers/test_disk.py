@@ -212,7 +212,7 @@ def test_starts_are_counted(disk: Disk) -> None:
         ("superblock", 0, b"SOMEBODY"),
         ("superblock", 8, b"\x03"),
         ("superblock", 20, b"\xff"),
-        ("slabs/slab-00000000.kvs", 8, b"\x02"),
+        ("slabs/slab-00000000.kvs", 8, b"\x03"),
         ("secret", 32, b"x"),
     ],
 )

@@ -125,8 +125,8 @@ def test_a_slab_header_comes_back_and_damage_is_none() -> None:
         damaged[position] ^= 0x40
         assert unpack_slab_header(bytes(damaged) + bytes(4000), path) is None
     assert unpack_slab_header(packed[:40], path) is None
-    with pytest.raises(StorageFormatError, match=r"slab-00000003\.kvs has format version 2"):
-        unpack_slab_header(packed[:8] + b"\x02" + packed[9:], path)
+    with pytest.raises(StorageFormatError, match=r"slab-00000003\.kvs has format version 3"):
+        unpack_slab_header(packed[:8] + b"\x03" + packed[9:], path)
 
 
 def test_a_superblock_comes_back_and_damage_is_refused(tmp_path: Path) -> None:

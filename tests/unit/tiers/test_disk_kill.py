@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.tiers.codecs.base import OPAQUE
+from kvstore.tiers.codecs.coding import PoolCoding
+from kvstore.tiers.codecs.keys import FileKeys
+from kvstore.tiers.codecs.registry import Pipeline, make_codec
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from conftest import Blocks, Disk
 
 MIB = 1 << 20
@@ -25,9 +33,13 @@ WRITERS = """
 import os, sys
 import numpy as np
 from kvstore.tiers.base import BlockIdentity
+from kvstore.tiers.codecs.base import OPAQUE
+from kvstore.tiers.codecs.coding import PoolCoding
+from kvstore.tiers.codecs.keys import FileKeys
+from kvstore.tiers.codecs.registry import Pipeline, make_codec
 from kvstore.tiers.disk import DiskTier
 
-path, capacity_bytes = sys.argv[1], int(sys.argv[2])
+path, capacity_bytes, key_path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 SIZES = (5000, 333)
 
 def identity(number):
@@ -35,12 +47,16 @@ def identity(number):
     return BlockIdentity(b"r" * 16, number.to_bytes(16, "big"), (number + 1).to_bytes(16, "big"), tokens)
 
 def parts(number):
-    row = np.random.default_rng((number, *SIZES)).integers(0, 256, sum(SIZES), dtype=np.uint8)
+    # With a codec blocks have five bits, so that they get smaller.
+    row = np.random.default_rng((number, *SIZES)).integers(0, 32 if key_path else 256, sum(SIZES), dtype=np.uint8)
     return row[:5000], row[5000:]
 
 def write(first):
-    tier = DiskTier.open(path, capacity_bytes=capacity_bytes, free_floor_bytes=0)
+    keys = FileKeys(key_path) if key_path else None
+    tier = DiskTier.open(path, capacity_bytes=capacity_bytes, free_floor_bytes=0, keys=keys)
     pool = tier.pool(b"n" * 16, SIZES, 16)
+    if keys is not None:
+        tier.use_coding(b"n" * 16, PoolCoding(Pipeline(make_codec("blosc2"), True), (OPAQUE,) * 2))
     for block in tier.recovered(b"n" * 16):
         pool.free(np.array([block.slot]))
     held = []
@@ -71,8 +87,9 @@ for line in sys.stdin:
 class Writers:
     """Starts writers one after the other and kills each."""
 
-    def __init__(self, disk: Disk) -> None:
-        command = [sys.executable, "-P", "-c", WRITERS, str(disk.path), str(CAPACITY_BYTES)]
+    def __init__(self, disk: Disk, key_path: Path | None) -> None:
+        keys = "" if key_path is None else str(key_path)
+        command = [sys.executable, "-P", "-c", WRITERS, str(disk.path), str(CAPACITY_BYTES), keys]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run_and_kill(self, first: int, after_lines: int) -> tuple[set[int], int]:
@@ -105,17 +122,18 @@ class Writers:
         assert 0 == self._process.returncode
 
 
-def kill_writers(disk: Disk, blocks: Blocks, turns: int) -> None:
+def kill_writers(disk: Disk, blocks: Blocks, turns: int, key_path: Path | None = None) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed={seed}")  # noqa: T201  # shown if the test fails
     generator = random.Random(seed)
-    writers = Writers(disk)
+    writers = Writers(disk, key_path)
+    keys = None if key_path is None else FileKeys(key_path)
     before: set[int] = set()
     for turn in range(turns):
         held, said = writers.run_and_kill(turn * 100_000, generator.choice([0, 1, generator.randrange(2, 70)]))
         if turn % 3 == 2:
             shutil.rmtree(disk.path / "index", ignore_errors=True)
-        tier = disk.open(capacity_bytes=CAPACITY_BYTES)
+        tier = disk.open(capacity_bytes=CAPACITY_BYTES, keys=keys)
         found = blocks.recovered(tier)
         assert all(found.values()), f"turn={turn}"
         assert held <= set(found), f"turn={turn}"
@@ -135,6 +153,36 @@ def kill_writers(disk: Disk, blocks: Blocks, turns: int) -> None:
 @pytest.mark.timeout(120)
 def test_killed_writers_leave_only_right_blocks(disk: Disk, blocks: Blocks) -> None:
     kill_writers(disk, blocks, 20)
+
+
+@pytest.fixture
+def coded_blocks(blocks_of: Callable[..., Blocks]) -> Blocks:
+    return blocks_of(bits=5, coding=PoolCoding(Pipeline(make_codec("blosc2"), True), (OPAQUE,) * 2))
+
+
+@pytest.fixture
+def key_path(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(f"key {'5a' * 32}\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.kill
+@pytest.mark.timeout(120)
+def test_killed_writers_of_coded_slots_leave_only_right_blocks(
+    disk: Disk, coded_blocks: Blocks, key_path: Path
+) -> None:
+    kill_writers(disk, coded_blocks, 6, key_path)
+
+
+@pytest.mark.kill
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_killed_writers_of_coded_slots_leave_only_right_blocks(
+    disk: Disk, coded_blocks: Blocks, key_path: Path
+) -> None:
+    kill_writers(disk, coded_blocks, 200, key_path)
 
 
 @pytest.mark.kill

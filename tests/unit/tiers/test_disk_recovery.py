@@ -344,3 +344,13 @@ def test_after_a_clean_stop_another_boot_trusts_the_index(
     tier = disk.open()
     assert {1: True} == blocks.recovered(tier)
     assert {} == tier.faults
+
+
+def test_slabs_of_a_cleared_namespace_go_at_the_next_start(disk: Disk, blocks: Blocks) -> None:
+    tier = disk.open()
+    blocks.store(blocks.pool(tier), [1, 2, 3])
+    tier.clear(blocks.ns_id)
+    tier.close()
+    assert disk.slab_paths()
+    disk.open()
+    assert [] == disk.slab_paths()

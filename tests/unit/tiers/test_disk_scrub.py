@@ -53,7 +53,7 @@ def test_quarantine_lasts_and_what_could_not_be_erased_stays_away(
         tier = disk.open()
         assert dict.fromkeys(NUMBERS[2:], True) == blocks.recovered(tier)
         pool = blocks.pool(tier)
-        assert (2, 8) == (pool.quarantined_slots, pool.used_slots)
+        assert (2, 6) == (pool.quarantined_slots, pool.used_slots)
         assert {0, 1}.isdisjoint(pool.allocate(1000).tolist())
         tier.close()
 

@@ -1,0 +1,80 @@
+"""Settings of how blocks are stored: compressed, in 8 bits, encrypted; a part of kvstore.config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kvstore.errors import ConfigError
+from kvstore.setting_values import Kind, setting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Those of kvstore.tiers, which is too high up to be imported here.
+COMPRESSIONS = ("none", "blosc2", "fp8", "int8")
+LOSSY_COMPRESSIONS = ("fp8", "int8")
+ENCRYPTIONS = ("none", "aes-gcm")
+CODEC_TIERS = ("disk",)
+REFUSE, ACCEPT = "refuse", "accept"
+DISK_KIND = "slabs"  # the disk tier that has codecs: ours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecConfig:
+    """How the blocks of namespaces that fit are stored in a tier. The first one that fits holds."""
+
+    tier: str = setting("disk", Kind.TEXT, "Which tier.", choices=CODEC_TIERS)
+    tenant: str = setting("", Kind.TEXT, "Fits namespaces of tenants that this pattern matches (`*`, `?`); empty: any.")
+    model: str = setting("", Kind.TEXT, "Fits namespaces of models that this pattern matches (`*`, `?`); empty: any.")
+    compression: str = setting(
+        "none",
+        Kind.TEXT,
+        "none, blosc2 (lossless, extra `blosc`), or fp8 and int8 (8 bits and a scale for each channel; not lossless).",
+        choices=COMPRESSIONS,
+    )
+    lossy: str = setting(
+        REFUSE,
+        Kind.TEXT,
+        "accept: what is loaded may differ from what was stored; must be said for fp8 and int8.",
+        choices=(REFUSE, ACCEPT),
+    )
+    encryption: str = setting(
+        "none",
+        Kind.TEXT,
+        "none, or aes-gcm with the keys of tiers.disk.key_file (extra `encryption`).",
+        choices=ENCRYPTIONS,
+    )
+
+
+class DiskSettings(Protocol):
+    """What codecs ask of the settings of the disk tier."""
+
+    @property
+    def kind(self) -> str:
+        """Which tier."""
+        ...
+
+    @property
+    def key_file(self) -> str:
+        """File with keys, or empty."""
+        ...
+
+
+def check_codecs(codecs: Mapping[str, CodecConfig], disk: DiskSettings, *, disk_bytes: int) -> None:
+    """Raise ConfigError where codecs, by name, contradict themselves or the disk tier."""
+    if (codecs or disk.key_file) and disk.kind != DISK_KIND:
+        raise ConfigError(
+            f"codec and tiers.disk.key_file are for tiers.disk.kind {DISK_KIND!r}, but that is {disk.kind!r}; "
+            "leave them out"
+        )
+    for name, codec in codecs.items():
+        if not disk_bytes:
+            raise ConfigError(f"codec.{name} is set without a disk tier; set data_dir too")
+        if codec.compression in LOSSY_COMPRESSIONS and codec.lossy != ACCEPT:
+            raise ConfigError(
+                f"codec.{name}.compression is {codec.compression!r}, which does not give back just what was stored; "
+                f"set codec.{name}.lossy to {ACCEPT!r} too, or choose 'blosc2'"
+            )
+        if codec.encryption != "none" and not disk.key_file:
+            raise ConfigError(f"codec.{name}.encryption is {codec.encryption!r}, expected tiers.disk.key_file too")
