@@ -69,9 +69,8 @@ class Contest {
   double found() const { return found_; }
 
  private:
-  double request_lead_ = 0;   // of recency over the survival index, with the request of now
-  double lead_ = 0;           // the sum of these, lately
-  double lead_variance_ = 0;  // of that sum
+  double request_lead_ = 0;  // of recency over the survival index, with the request of now
+  double lead_ = 0;          // the sum of these, lately
   bool prefers_recency_ = false;
   double found_ = 0;
 };
