@@ -82,9 +82,13 @@ void Rehearsal::SetCapacity(uint64_t blocks) {
     while (units / static_cast<double>(mask + 1) > kUnitsAtScaleOne) mask = mask * 2 + 1;
     Restart(mask);
   }
+  SizeMiniatures();
+}
+
+void Rehearsal::SizeMiniatures() {
+  const double units = static_cast<double>(capacity_blocks_) / unit_blocks_ / static_cast<double>(mask_ + 1);
   for (size_t at = 0; at < kMiniatures; ++at) {
-    const double capacity = units * kScale[at / 2] / static_cast<double>(mask_ + 1);
-    miniatures_[at].set_capacity(std::max<size_t>(1, static_cast<size_t>(capacity)));
+    miniatures_[at].set_capacity(std::max<size_t>(1, static_cast<size_t>(units * kScale[at / 2])));
   }
 }
 
@@ -237,10 +241,15 @@ void Rehearsal::ForgetIdleUnits(size_t looks) {
     Unit& unit = units_[hand_];
     if (!unit.is_known || unit.cached_in != 0 || std::exchange(unit.was_touched, false) || unit.children > 0) continue;
     if (unit.parent != kNone) --units_[unit.parent].children;
-    at_.erase(unit.fingerprint);
-    unit.is_known = false;
-    free_.push_back(static_cast<uint32_t>(hand_));
+    Forget(static_cast<uint32_t>(hand_));
   }
+}
+
+// REQUIRES: it is known, and nobody else's parent or candidate.
+void Rehearsal::Forget(uint32_t at) {
+  at_.erase(units_[at].fingerprint);
+  units_[at].is_known = false;
+  free_.push_back(at);
 }
 
 // Begins anew with another part of the units.

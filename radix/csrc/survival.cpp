@@ -29,6 +29,7 @@ constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
 constexpr uint32_t kSavedVersion = 2;  // of the tables; on disk: never renumber
+constexpr uint16_t kRehearsalMarks[2] = {0xFFFC, 0xFFFE};  // in place of a queue, for each tier; on disk, too
 
 struct AgeScale {
   Bins edge{};
@@ -226,6 +227,7 @@ void LifeTable::Restore(uint64_t tick, double weight) {
 
 SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks)
     : block_units_(block_tokens / kUnitTokens),
+      prefix_blocks_(prefix_blocks),
       queues_(static_cast<size_t>(kOnceQueues + (kKinds - 1) * kNews)),
       kinds_(kKinds) {
   for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal = std::make_unique<Rehearsal>(this, prefix_blocks);
@@ -487,20 +489,44 @@ uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t
 
 // ---- saving ----
 
-// The first piece is the version; each of the others a queue, with what was derived from its table when it was last
-// looked at, so that the order of victims is what it was.
+// The first piece is the version, then one of each queue, with what was derived from its table when it was last looked at,
+// so that the order of victims is what it was; then those of the rehearsals.
+uint32_t SurvivalPolicy::piece_count() const {
+  return 1 + static_cast<uint32_t>(opened_.size()) + rehearsals_[0]->piece_count() + rehearsals_[1]->piece_count();
+}
+
 void SurvivalPolicy::Save(uint32_t piece, std::string* bytes) const {
   if (piece == 0) {
     Put(bytes, kSavedVersion);
     return;
   }
-  const uint16_t queue = opened_[piece - 1];
+  piece -= 1;
+  if (piece >= opened_.size()) {
+    piece -= static_cast<uint32_t>(opened_.size());
+    const uint32_t of_first = rehearsals_[0]->piece_count();
+    const size_t tier = piece < of_first ? 0 : 1;
+    rehearsals_[tier]->Save(tier == 0 ? piece : piece - of_first, kRehearsalMarks[tier], bytes);
+    return;
+  }
+  const uint16_t queue = opened_[piece];
   const Queue& own = *queues_[queue];
   Put(bytes, queue);
   own.lives.Save(bytes);
   Put(bytes, own.total_uses);
   Put(bytes, own.expected_uses);
   Put(bytes, own.index);
+}
+
+std::unique_ptr<SurvivalPolicy::Queue> SurvivalPolicy::TakeQueue(SavedBytes* pieces, int64_t shift) {
+  auto queue = std::make_unique<Queue>();
+  queue->lives.Load(pieces, shift);
+  queue->total_uses = TakeAmount(pieces);
+  queue->expected_uses = TakeAmount(pieces);
+  for (float& value : queue->index) {
+    value = pieces->Take<float>();
+    if (!std::isfinite(value) || value < 0) throw std::invalid_argument("a saved index is below 0");
+  }
+  return queue;
 }
 
 void SurvivalPolicy::Load(SavedBytes pieces, int64_t shift) {
@@ -511,21 +537,25 @@ void SurvivalPolicy::Load(SavedBytes pieces, int64_t shift) {
   }
   std::vector<std::unique_ptr<Queue>> loaded(queues_.size());
   std::vector<uint16_t> opened;
+  std::unique_ptr<Rehearsal> rehearsals[2];
+  for (auto& rehearsal : rehearsals) rehearsal = std::make_unique<Rehearsal>(this, prefix_blocks_);
   while (!pieces.empty()) {
-    const auto queue = pieces.Take<uint16_t>();
-    if (queue >= loaded.size() || loaded[queue]) {
-      throw std::invalid_argument("a life table is of queue " + std::to_string(queue) + ", which is twice there or none");
+    const auto mark = pieces.Take<uint16_t>();
+    if (mark >= kRehearsalMarks[0]) {
+      Rehearsal& rehearsal = *rehearsals[mark >= kRehearsalMarks[1]];
+      const bool is_unit = mark % 2 != 0;
+      is_unit ? rehearsal.LoadUnit(&pieces, shift) : rehearsal.LoadCounts(&pieces);
+      continue;
     }
-    loaded[queue] = std::make_unique<Queue>();
-    opened.push_back(queue);
-    Queue& own = *loaded[queue];
-    own.lives.Load(&pieces, shift);
-    own.total_uses = TakeAmount(&pieces);
-    own.expected_uses = TakeAmount(&pieces);
-    for (float& value : own.index) {
-      value = pieces.Take<float>();
-      if (!std::isfinite(value) || value < 0) throw std::invalid_argument("a saved index is below 0");
+    if (mark >= loaded.size() || loaded[mark]) {
+      throw std::invalid_argument("a life table is of queue " + std::to_string(mark) + ", which is twice there or none");
     }
+    loaded[mark] = TakeQueue(&pieces, shift);
+    opened.push_back(mark);
+  }
+  for (size_t tier = 0; tier < 2; ++tier) {
+    rehearsals[tier]->Resume();
+    rehearsals_[tier].swap(rehearsals[tier]);
   }
   Forget();
   queues_.swap(loaded);

@@ -91,7 +91,7 @@ class SurvivalPolicy : public EvictionPolicy {
   uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) override;
   double ValueOf(const History& history, uint64_t now) const override;
   size_t bytes() const override;
-  uint32_t piece_count() const override { return 1 + static_cast<uint32_t>(opened_.size()); }
+  uint32_t piece_count() const override;
   void Save(uint32_t piece, std::string* bytes) const override;
   void Load(SavedBytes pieces, int64_t shift) override;
   bool Understands(const History& history) const override {
@@ -150,6 +150,7 @@ class SurvivalPolicy : public EvictionPolicy {
   float WeightOf(const Access& access) const;
   History Begin(History history, uint32_t blocks);
   Queue& Open(uint16_t queue);
+  static std::unique_ptr<Queue> TakeQueue(SavedBytes* pieces, int64_t shift);
   void Forget();
   void RefreshNext(uint64_t now);
   void Refresh(uint16_t queue, uint64_t now);
@@ -160,6 +161,7 @@ class SurvivalPolicy : public EvictionPolicy {
   Offer BestOf(const Candidates& candidates, uint16_t queue, uint64_t now) const;
 
   const double block_units_;   // of 512 tokens
+  const uint32_t prefix_blocks_;
   std::vector<std::unique_ptr<Queue>> queues_;
   std::vector<uint16_t> opened_;
   size_t next_refresh_ = 0;
