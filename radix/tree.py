@@ -155,7 +155,10 @@ class RadixTree:
 
     @property
     def steps(self) -> int:
-        """Blocks that calls have visited, those of `match` and `check_integrity` aside: what tests bound."""
+        """Blocks that calls have visited, those of `check_integrity` aside: what tests bound.
+
+        A match counts the blocks that it found and each node that it compared with.
+        """
         return self._native.steps
 
     def tier_blocks(self, tier: Tier) -> int:

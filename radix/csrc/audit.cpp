@@ -91,7 +91,9 @@ class RadixTree::Audit {
     Expect(node.depth == parent.end(), "a node does not begin where its parent ends", visit.node);
     Expect(node.block_count() <= tree_.limits_.edge_blocks, "a node has too many blocks", visit.node);
     Expect(!FitsOnlyChild(node), "a node was not merged with its only child", visit.node);
-    Expect(tree_.FindChild(visit.parent, node.tokens.data()) == visit.node, "the table misses a node", visit.node);
+    uint32_t steps = 0;
+    const bool is_found = tree_.FindChild(visit.parent, node.tokens.data(), &steps) == visit.node;
+    Expect(is_found, "the table misses a node", visit.node);
     if (!parent.ids.empty()) CheckOrder(parent.ids.back(), node.ids.front());
     CheckBlocks(visit.node);
     Expect(HasRuns(node), "the histories of a node are of other blocks", visit.node);

@@ -421,6 +421,7 @@ Ids RadixTree::FindCommitted(const Key128& root, TokenSpan tokens) const {
     ids.insert(ids.end(), node.ids.begin(), node.ids.begin() + visible);
     if (visible < cursor.taken) break;
   }
+  matched_steps_.fetch_add(cursor.steps, std::memory_order_relaxed);
   return ids;
 }
 
@@ -433,11 +434,12 @@ bool RadixTree::Descend(Cursor* cursor) const {
   if (cursor->node == kNone || cursor->depth == cursor->block_count) return false;
   if (cursor->taken < nodes_[cursor->node].block_count()) return false;
   const uint32_t* next = cursor->tokens + static_cast<size_t>(cursor->depth) * block_tokens_;
-  const uint32_t child = FindChild(cursor->node, next);
+  const uint32_t child = FindChild(cursor->node, next, &cursor->steps);
   if (child == kNone) return false;
   cursor->node = child;
   cursor->taken = EqualBlocks(nodes_[child], next, cursor->block_count - cursor->depth);
   cursor->depth += cursor->taken;
+  cursor->steps += cursor->taken;
   return true;
 }
 
@@ -446,8 +448,10 @@ uint32_t RadixTree::FindRoot(const Key128& root) const {
   return found == roots_.end() ? kNone : found->second;
 }
 
-uint32_t RadixTree::FindChild(uint32_t parent, const uint32_t* first_block) const {
+// Counts the nodes that it compared in `steps`.
+uint32_t RadixTree::FindChild(uint32_t parent, const uint32_t* first_block, uint32_t* steps) const {
   return children_.Find(Tag(parent, first_block), [&](uint32_t child) {
+    ++*steps;
     const Node& node = nodes_[child];
     return node.parent == parent &&
            std::memcmp(node.tokens.data(), first_block, block_tokens_ * sizeof(uint32_t)) == 0;

@@ -110,8 +110,8 @@ class RadixTree {
   const std::string& policy_name() const { return policy_name_; }
   size_t policy_bytes() const;  // what the policy has learnt and remembers, ghosts included
 
-  // Blocks visited by all calls so far, but for Match.
-  uint64_t steps() const { return steps_; }
+  // Blocks visited by all calls so far. A Match counts the blocks that it found and each node that it compared with.
+  uint64_t steps() const { return steps_ + matched_steps_.load(std::memory_order_relaxed); }
 
   // Whether blocks that left wait for Reap. The counts of blocks and nodes include them until then.
   bool condemned() const { return !condemned_.empty() || !cleared_.empty(); }
@@ -203,6 +203,7 @@ class RadixTree {
     uint32_t node;
     uint32_t taken = 0;
     uint32_t depth = 0;
+    uint32_t steps = 0;
   };
 
   // What is remembered of a block that is not in the tree.
@@ -233,7 +234,7 @@ class RadixTree {
   Cursor StartAt(uint32_t root_node, TokenSpan tokens) const;
   bool Descend(Cursor* cursor) const;
   uint32_t FindRoot(const Key128& root) const;
-  uint32_t FindChild(uint32_t parent, const uint32_t* first_block) const;
+  uint32_t FindChild(uint32_t parent, const uint32_t* first_block, uint32_t* steps) const;
   uint32_t EqualBlocks(const Node& node, const uint32_t* tokens, uint32_t limit) const;
   uint32_t LeadingCommitted(const Node& node, uint32_t limit) const;
   uint32_t Tag(uint32_t parent, const uint32_t* first_block) const;
@@ -288,6 +289,7 @@ class RadixTree {
   void SplitHistories(Node* head, Node* tail);
   void MergeHistories(Node* head, Node* tail);
   void DropHistories(Node* node, uint32_t count);
+  uint32_t TailAccesses(IdSpan path, uint64_t tick) const;
   static size_t EqualIds(const Node& node, uint32_t from, IdSpan ids);
   template <typename Change>
   void ChangeHistories(IdSpan ids, Change change);
@@ -360,6 +362,7 @@ class RadixTree {
   std::unordered_map<uint32_t, Identity> detached_;
   size_t edge_bytes_ = 0;
   mutable uint64_t steps_ = 0;
+  mutable std::atomic<uint64_t> matched_steps_{0};  // of calls that the callers' lock does not cover
   std::atomic<uint64_t> removals_{0};
   mutable std::shared_mutex shape_mutex_;  // guards roots, nodes, children, the pools' chunks and slots against Match
 };

@@ -10,7 +10,6 @@ namespace kvstore {
 namespace {
 
 constexpr double kHalfLifeRequests = 4000;
-constexpr double kLeadDeviations = 1.5;      // beyond which a lead is no chance
 constexpr size_t kUnitsMax = 1u << 15;        // known at once, but for those in miniatures
 constexpr size_t kLooksPerUnit = 4;           // at known units, for each new one, to forget as many
 constexpr size_t kUnitBytes = 64;             // of a unit in the map
@@ -57,13 +56,12 @@ void Contest::Count(double by_survival, double by_recency) {
   found_ += prefers_recency_ ? by_recency : by_survival;
 }
 
-// Recency takes over when it leads by more than chance explains, until it leads no more.
+// Recency decides while it leads.
 void Contest::Decide() {
   static const double fade = std::exp2(-1 / kHalfLifeRequests);
   lead_ = lead_ * fade + request_lead_;
-  lead_variance_ = lead_variance_ * fade * fade + request_lead_ * request_lead_;
   request_lead_ = 0;
-  prefers_recency_ = prefers_recency_ ? lead_ > 0 : lead_ > kLeadDeviations * std::sqrt(lead_variance_);
+  prefers_recency_ = lead_ > 0;
 }
 
 // ---- all of them ----
@@ -84,9 +82,13 @@ void Rehearsal::SetCapacity(uint64_t blocks) {
     while (units / static_cast<double>(mask + 1) > kUnitsAtScaleOne) mask = mask * 2 + 1;
     Restart(mask);
   }
+  SizeMiniatures();
+}
+
+void Rehearsal::SizeMiniatures() {
+  const double units = static_cast<double>(capacity_blocks_) / unit_blocks_ / static_cast<double>(mask_ + 1);
   for (size_t at = 0; at < kMiniatures; ++at) {
-    const double capacity = units * kScale[at / 2] / static_cast<double>(mask_ + 1);
-    miniatures_[at].set_capacity(std::max<size_t>(1, static_cast<size_t>(capacity)));
+    miniatures_[at].set_capacity(std::max<size_t>(1, static_cast<size_t>(units * kScale[at / 2])));
   }
 }
 
@@ -239,10 +241,15 @@ void Rehearsal::ForgetIdleUnits(size_t looks) {
     Unit& unit = units_[hand_];
     if (!unit.is_known || unit.cached_in != 0 || std::exchange(unit.was_touched, false) || unit.children > 0) continue;
     if (unit.parent != kNone) --units_[unit.parent].children;
-    at_.erase(unit.fingerprint);
-    unit.is_known = false;
-    free_.push_back(static_cast<uint32_t>(hand_));
+    Forget(static_cast<uint32_t>(hand_));
   }
+}
+
+// REQUIRES: it is known, and nobody else's parent or candidate.
+void Rehearsal::Forget(uint32_t at) {
+  at_.erase(units_[at].fingerprint);
+  units_[at].is_known = false;
+  free_.push_back(at);
 }
 
 // Begins anew with another part of the units.
@@ -257,16 +264,20 @@ void Rehearsal::Restart(uint64_t mask) {
   for (size_t at = 0; at < kMiniatures; ++at) miniatures_[at] = Miniature(policy_, miniatures_[at].order());
 }
 
-// What is found at the own capacity is known, so the miniatures tell the differences to it: prefixes that everybody shares,
-// of which a sample has too many or too few, are found at all sizes and cancel out.
+// At the own capacity it is known what was found. A sample has too many or too few of the prefixes that everybody shares,
+// which are found at all sizes, so it tells the differences to that alone, in which they cancel out. Where all units are
+// rehearsed, what a miniature found is the better estimate: a difference would add the errors of two.
 Rehearsed Rehearsal::result() const {
   Rehearsed result{looked_up_, found_, {}};
   if (capacity_blocks_ == 0) return result;
   const double blocks_per_unit = static_cast<double>(mask_ + 1) * unit_blocks_;
+  const double own = contests_[kOwnScale].found() * blocks_per_unit;
+  const double offset = mask_ == 0 ? 0 : found_ - own;
   for (size_t scale = 0; scale < kScales; ++scale) {
-    const double found = found_ + (contests_[scale].found() - contests_[kOwnScale].found()) * blocks_per_unit;
+    const double rehearsed = contests_[scale].found() * blocks_per_unit + offset;
+    const double found = scale == kOwnScale ? found_ : std::clamp(rehearsed, 0.0, looked_up_);
     const auto blocks = static_cast<uint64_t>(static_cast<double>(capacity_blocks_) * kScale[scale]);
-    result.capacities.push_back(RehearsedCapacity{blocks, std::clamp(found, 0.0, looked_up_)});
+    result.capacities.push_back(RehearsedCapacity{blocks, found});
   }
   return result;
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <map>
 #include <set>
+#include <string>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
@@ -68,10 +69,12 @@ class Contest {
   bool prefers_recency() const { return prefers_recency_; }
   double found() const { return found_; }
 
+  void Save(std::string* bytes) const;
+  void Load(SavedBytes* bytes);  // throws std::invalid_argument for what no contest saved
+
  private:
-  double request_lead_ = 0;   // of recency over the survival index, with the request of now
-  double lead_ = 0;           // the sum of these, lately
-  double lead_variance_ = 0;  // of that sum
+  double request_lead_ = 0;  // of recency over the survival index, with the request of now
+  double lead_ = 0;          // the sum of these, lately
   bool prefers_recency_ = false;
   double found_ = 0;
 };
@@ -92,6 +95,8 @@ struct Rehearsed {
 class Rehearsal {
  public:
   Rehearsal(const SurvivalPolicy* policy, uint32_t unit_blocks);
+  Rehearsal(const Rehearsal&) = delete;
+  Rehearsal& operator=(const Rehearsal&) = delete;
 
   // Tells how many blocks the cache holds, now that it is full. Nothing is rehearsed before.
   void SetCapacity(uint64_t blocks);
@@ -106,6 +111,16 @@ class Rehearsal {
   bool prefers_recency() const { return contests_[kOwnScale].prefers_recency(); }
   Rehearsed result() const;
   size_t bytes() const;
+
+  // Saving, in pieces: first what is counted, then some units in each; none before the cache is full. A piece is a row of
+  // records that begin with `mark`, or for units with the one after it. To take it up in another process: LoadCounts,
+  // then LoadUnit for all others in any order, of which those that are there twice count once; then Resume. Both throw
+  // std::invalid_argument for what no rehearsal saved.
+  uint32_t piece_count() const;
+  void Save(uint32_t piece, uint16_t mark, std::string* bytes) const;
+  void LoadCounts(SavedBytes* bytes);
+  void LoadUnit(SavedBytes* bytes, int64_t shift);
+  void Resume();
 
  private:
   static constexpr size_t kScales = 5;
@@ -137,7 +152,13 @@ class Rehearsal {
   void Evict(size_t miniature, uint64_t now);
   void CountHits(const std::vector<uint32_t>& path, size_t counted);
   void ForgetIdleUnits(size_t looks);
+  void Forget(uint32_t at);
   void Restart(uint64_t mask);
+  void SizeMiniatures();
+
+  // In rehearsal_saved.cpp.
+  void SaveUnit(const Unit& unit, std::string* bytes) const;
+  void ReachOrForget(uint32_t at);
 
   const SurvivalPolicy* policy_;
   const uint32_t unit_blocks_;
@@ -151,6 +172,7 @@ class Rehearsal {
   std::vector<Unit> units_;
   std::vector<uint32_t> free_;
   size_t hand_ = 0;  // the unit that is looked at next, for what to forget
+  std::vector<uint64_t> loaded_parents_;  // fingerprints, by unit, between LoadUnit and Resume
 };
 
 }  // namespace kvstore

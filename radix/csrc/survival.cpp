@@ -16,17 +16,20 @@ constexpr double kAgeRatio = 1.5;
 constexpr double kTicksPerSecond = 1e6;
 constexpr double kUnitTokens = 512;
 constexpr size_t kCohortsMax = 48;
+constexpr size_t kRefreshes = 4;  // queues that one request brings up to date
 constexpr double kFadeWeight = 16384;  // ended lives of a queue, after which old ones count half
 
 constexpr double kPromptUnitsMin = 0.25;
 constexpr double kPromptDamping = 0.4;
+constexpr double kGapSteps = 0.7;  // buckets for each doubling of a gap
 
 // Uses that are taken for granted at the hazard of the next larger group, until a queue has its own.
 constexpr double kPriorUses = 0.7;
 constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
-constexpr uint32_t kSavedVersion = 1;  // of the tables; on disk: never renumber
+constexpr uint32_t kSavedVersion = 2;  // of the tables; on disk: never renumber
+constexpr uint16_t kRehearsalMarks[2] = {0xFFFC, 0xFFFE};  // in place of a queue, for each tier; on disk, too
 
 struct AgeScale {
   Bins edge{};
@@ -224,7 +227,8 @@ void LifeTable::Restore(uint64_t tick, double weight) {
 
 SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks)
     : block_units_(block_tokens / kUnitTokens),
-      queues_(static_cast<size_t>(kKinds) * kNews),
+      prefix_blocks_(prefix_blocks),
+      queues_(static_cast<size_t>(kOnceQueues + (kKinds - 1) * kNews)),
       kinds_(kKinds) {
   for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal = std::make_unique<Rehearsal>(this, prefix_blocks);
   for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
@@ -235,13 +239,15 @@ SurvivalPolicy::~SurvivalPolicy() = default;
 uint16_t SurvivalPolicy::QueueOf(uint16_t accesses, float gap, const Access& access) const {
   const uint32_t new_blocks = access.prompt_blocks - std::min(access.prompt_blocks, access.known_blocks);
   const int news = PowerOfTwo(new_blocks * block_units_ + 1, kNews - 1);
-  int kind = kKindSeenOnce;
-  if (accesses > 1) {
-    const int count = std::min(kCounts - 1, static_cast<int>(2 * std::log2(static_cast<double>(accesses))) - 2);
-    const int gaps = std::min(kGaps - 1, static_cast<int>(0.7 * std::log2(static_cast<double>(gap) + 1)));
-    kind = 1 + count * kGaps + gaps;
+  if (accesses == 1) {
+    const uint32_t uses = access.tail_accesses;
+    const int tail = uses <= 2 ? static_cast<int>(uses) : (uses <= 8 ? 3 : 4);
+    const int length = PowerOfTwo(access.prompt_blocks * block_units_ + 1, kLengths - 1);
+    return static_cast<uint16_t>((length * kTails + tail) * kNews + news);
   }
-  return static_cast<uint16_t>(kind * kNews + news);
+  const int count = std::min(kCounts - 1, static_cast<int>(2 * std::log2(static_cast<double>(accesses))) - 2);
+  const int gaps = std::min(kGaps - 1, static_cast<int>(kGapSteps * std::log2(static_cast<double>(gap) + 1)));
+  return QueueAt(1 + count * kGaps + gaps, news);
 }
 
 // A long prompt is many blocks but one event: each of its blocks counts for less.
@@ -304,7 +310,7 @@ History SurvivalPolicy::Hinted(const History& before, const Hint& hint, uint32_t
   const int kind = hint.ended ? kKindEnded : kKindExpected + PowerOfTwo(hint.seconds + 1, kExpected - 1);
   History history = before;
   history.tick = std::max(before.tick, hint.tick);
-  history.queue = static_cast<uint16_t>(kind * kNews);
+  history.queue = QueueAt(kind, 0);
   return Begin(history, blocks);
 }
 
@@ -347,12 +353,15 @@ SurvivalPolicy::Queue& SurvivalPolicy::Open(uint16_t queue) {
   return *opened;
 }
 
-// The tables move slowly, so a request pays for one queue and not for all.
+// The tables move slowly, so a request pays for a few queues and not for all.
 void SurvivalPolicy::RefreshNext(uint64_t now) {
   if (now == refreshed_tick_) return;
   refreshed_tick_ = now;
-  next_refresh_ = (next_refresh_ + 1) % opened_.size();
-  Refresh(opened_[next_refresh_], now);
+  const size_t count = std::min(kRefreshes, opened_.size());
+  for (size_t refreshed = 0; refreshed < count; ++refreshed) {
+    next_refresh_ = (next_refresh_ + 1) % opened_.size();
+    Refresh(opened_[next_refresh_], now);
+  }
 }
 
 // Brings the totals up to date with what the queue has seen since it was last looked at.
@@ -413,7 +422,7 @@ void SurvivalPolicy::Refresh(uint16_t queue, uint64_t now) {
   }
   // How much likelier this queue is used again than its kind; at first as much as others with as many new tokens.
   const auto row = static_cast<size_t>(RiskGroupOf(KindOf(queue)));
-  const auto column = static_cast<size_t>(queue % kNews);
+  const auto column = NewsOf(queue);
   double& risk_expected = risk_expected_[row][column];
   double& risk_uses = risk_uses_[row][column];
   risk_expected = std::max(0.0, risk_expected + expected - own.expected_uses);
@@ -480,20 +489,44 @@ uint32_t SurvivalPolicy::Choose(const Candidates& candidates, int tier, uint64_t
 
 // ---- saving ----
 
-// The first piece is the version; each of the others a queue, with what was derived from its table when it was last
-// looked at, so that the order of victims is what it was.
+// The first piece is the version, then one of each queue, with what was derived from its table when it was last looked at,
+// so that the order of victims is what it was; then those of the rehearsals.
+uint32_t SurvivalPolicy::piece_count() const {
+  return 1 + static_cast<uint32_t>(opened_.size()) + rehearsals_[0]->piece_count() + rehearsals_[1]->piece_count();
+}
+
 void SurvivalPolicy::Save(uint32_t piece, std::string* bytes) const {
   if (piece == 0) {
     Put(bytes, kSavedVersion);
     return;
   }
-  const uint16_t queue = opened_[piece - 1];
+  piece -= 1;
+  if (piece >= opened_.size()) {
+    piece -= static_cast<uint32_t>(opened_.size());
+    const uint32_t of_first = rehearsals_[0]->piece_count();
+    const size_t tier = piece < of_first ? 0 : 1;
+    rehearsals_[tier]->Save(tier == 0 ? piece : piece - of_first, kRehearsalMarks[tier], bytes);
+    return;
+  }
+  const uint16_t queue = opened_[piece];
   const Queue& own = *queues_[queue];
   Put(bytes, queue);
   own.lives.Save(bytes);
   Put(bytes, own.total_uses);
   Put(bytes, own.expected_uses);
   Put(bytes, own.index);
+}
+
+std::unique_ptr<SurvivalPolicy::Queue> SurvivalPolicy::TakeQueue(SavedBytes* pieces, int64_t shift) {
+  auto queue = std::make_unique<Queue>();
+  queue->lives.Load(pieces, shift);
+  queue->total_uses = TakeAmount(pieces);
+  queue->expected_uses = TakeAmount(pieces);
+  for (float& value : queue->index) {
+    value = pieces->Take<float>();
+    if (!std::isfinite(value) || value < 0) throw std::invalid_argument("a saved index is below 0");
+  }
+  return queue;
 }
 
 void SurvivalPolicy::Load(SavedBytes pieces, int64_t shift) {
@@ -504,21 +537,25 @@ void SurvivalPolicy::Load(SavedBytes pieces, int64_t shift) {
   }
   std::vector<std::unique_ptr<Queue>> loaded(queues_.size());
   std::vector<uint16_t> opened;
+  std::unique_ptr<Rehearsal> rehearsals[2];
+  for (auto& rehearsal : rehearsals) rehearsal = std::make_unique<Rehearsal>(this, prefix_blocks_);
   while (!pieces.empty()) {
-    const auto queue = pieces.Take<uint16_t>();
-    if (queue >= loaded.size() || loaded[queue]) {
-      throw std::invalid_argument("a life table is of queue " + std::to_string(queue) + ", which is twice there or none");
+    const auto mark = pieces.Take<uint16_t>();
+    if (mark >= kRehearsalMarks[0]) {
+      Rehearsal& rehearsal = *rehearsals[mark >= kRehearsalMarks[1]];
+      const bool is_unit = mark % 2 != 0;
+      is_unit ? rehearsal.LoadUnit(&pieces, shift) : rehearsal.LoadCounts(&pieces);
+      continue;
     }
-    loaded[queue] = std::make_unique<Queue>();
-    opened.push_back(queue);
-    Queue& own = *loaded[queue];
-    own.lives.Load(&pieces, shift);
-    own.total_uses = TakeAmount(&pieces);
-    own.expected_uses = TakeAmount(&pieces);
-    for (float& value : own.index) {
-      value = pieces.Take<float>();
-      if (!std::isfinite(value) || value < 0) throw std::invalid_argument("a saved index is below 0");
+    if (mark >= loaded.size() || loaded[mark]) {
+      throw std::invalid_argument("a life table is of queue " + std::to_string(mark) + ", which is twice there or none");
     }
+    loaded[mark] = TakeQueue(&pieces, shift);
+    opened.push_back(mark);
+  }
+  for (size_t tier = 0; tier < 2; ++tier) {
+    rehearsals[tier]->Resume();
+    rehearsals_[tier].swap(rehearsals[tier]);
   }
   Forget();
   queues_.swap(loaded);
@@ -526,7 +563,7 @@ void SurvivalPolicy::Load(SavedBytes pieces, int64_t shift) {
   for (uint16_t queue : opened_) {
     Recount(queue, 0);
     const auto row = static_cast<size_t>(RiskGroupOf(KindOf(queue)));
-    const auto column = static_cast<size_t>(queue % kNews);
+    const auto column = NewsOf(queue);
     risk_uses_[row][column] += queues_[queue]->total_uses;
     risk_expected_[row][column] += queues_[queue]->expected_uses;
   }

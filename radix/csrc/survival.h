@@ -1,11 +1,12 @@
 // The default policy: how likely is a block to be used again, for the time that it takes up room until then?
 //
-// What is alike has one queue: blocks seen once, by how much of their prompt was new; blocks seen again, by the number of
-// accesses and the usual gap between them, too. For each queue the policy counts how often blocks were used again at
-// which age (a life table: hits over exposure, by bins of age). From the hazards it derives, for every age, the highest
-// rate of hits per second of room that keeping a block could bring, over all times at which it might be given up: the
-// Gittins index (Gittins, 1979; for caches Beckmann et al., LHD, NSDI 2018, is close). The block with the lowest index
-// goes. Sparse queues lean on those near them, those on all. Nothing is trained beforehand and no text is looked at.
+// What is alike has one queue: blocks seen once, by how much of their prompt was new, how long it is, and how often that
+// was used which it goes on from; blocks seen again, by how much was new, the number of accesses and the usual gap between
+// them. For each queue the policy counts how often blocks were used again at which age (a life table: hits over exposure,
+// by bins of age). From the hazards it derives, for every age, the highest rate of hits per second of room that keeping a
+// block could bring, over all times at which it might be given up: the Gittins index (Gittins, 1979; for caches Beckmann
+// et al., LHD, NSDI 2018, is close). The block with the lowest index goes. Sparse queues lean on those near them, those on
+// all. Nothing is trained beforehand and no text is looked at.
 #pragma once
 
 #include <array>
@@ -90,7 +91,7 @@ class SurvivalPolicy : public EvictionPolicy {
   uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) override;
   double ValueOf(const History& history, uint64_t now) const override;
   size_t bytes() const override;
-  uint32_t piece_count() const override { return 1 + static_cast<uint32_t>(opened_.size()); }
+  uint32_t piece_count() const override;
   void Save(uint32_t piece, std::string* bytes) const override;
   void Load(SavedBytes pieces, int64_t shift) override;
   bool Understands(const History& history) const override {
@@ -104,8 +105,11 @@ class SurvivalPolicy : public EvictionPolicy {
   double IndexOf(uint16_t queue, double seconds) const;
 
  private:
-  // Where a queue stands: `kind` shares the shape of the hazard, `news` raises or lowers it.
+  // Where a queue stands: `kind` shares the shape of the hazard, `news` and what else is known raise or lower it.
   static constexpr int kNews = 10;                  // powers of two of 512 new tokens
+  static constexpr int kTails = 5;                  // uses of the block before the new ones: 0, 1, 2, 3-8, more
+  static constexpr int kLengths = 6;                // powers of two of 512 tokens of the prompt
+  static constexpr int kOnceQueues = kNews * kTails * kLengths;  // of what was seen once
   static constexpr int kGaps = 16;
   static constexpr int kCounts = 6;                 // buckets of accesses of what was seen again
   static constexpr int kKindSeenOnce = 0;
@@ -137,13 +141,16 @@ class SurvivalPolicy : public EvictionPolicy {
     float index = 0;
   };
 
-  static int KindOf(uint16_t queue) { return queue / kNews; }
+  static int KindOf(uint16_t queue) { return queue < kOnceQueues ? kKindSeenOnce : 1 + (queue - kOnceQueues) / kNews; }
+  static size_t NewsOf(uint16_t queue) { return static_cast<size_t>(queue % kNews); }
+  static uint16_t QueueAt(int kind, int news) { return static_cast<uint16_t>(kOnceQueues + (kind - 1) * kNews + news); }
   static int GroupOf(int kind);
   static int RiskGroupOf(int kind);
   uint16_t QueueOf(uint16_t accesses, float gap, const Access& access) const;
   float WeightOf(const Access& access) const;
   History Begin(History history, uint32_t blocks);
   Queue& Open(uint16_t queue);
+  static std::unique_ptr<Queue> TakeQueue(SavedBytes* pieces, int64_t shift);
   void Forget();
   void RefreshNext(uint64_t now);
   void Refresh(uint16_t queue, uint64_t now);
@@ -154,6 +161,7 @@ class SurvivalPolicy : public EvictionPolicy {
   Offer BestOf(const Candidates& candidates, uint16_t queue, uint64_t now) const;
 
   const double block_units_;   // of 512 tokens
+  const uint32_t prefix_blocks_;
   std::vector<std::unique_ptr<Queue>> queues_;
   std::vector<uint16_t> opened_;
   size_t next_refresh_ = 0;

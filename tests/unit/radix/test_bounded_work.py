@@ -238,3 +238,20 @@ def test_users_of_condemned_blocks_notice_what_users_of_detached_ones_do() -> No
     assert list(range(8)) == sorted(freed)
     assert 0 == tree.block_count
     assert [] == tree.check_integrity()
+
+
+def test_a_match_visits_what_it_finds_and_a_node_for_each_edge(counted: Counted) -> None:
+    trunk = prompt_of(20_000)
+    counted.store(trunk)
+    nodes = counted.tree.node_count
+    before = counted.tree.steps
+    assert trunk.size == counted.tree.match(ROOT, trunk).size
+    assert trunk.size + nodes == counted.tree.steps - before
+
+
+def test_a_miss_costs_the_same_beside_one_prompt_and_beside_thousands(counted: Counted) -> None:
+    fan(counted, 20, 6000)
+    stranger = np.append(prompt_of(20), np.uint32(2**31))
+    before = counted.tree.steps
+    assert 20 == counted.tree.match(ROOT, stranger).size
+    assert counted.tree.steps - before <= 20 + 2

@@ -61,7 +61,8 @@ class Parts:
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     program = tmp_path_factory.mktemp("parts") / "policy_parts"
-    sources = [HERE / "policy_parts.cpp", CSRC / "survival.cpp", CSRC / "rehearsal.cpp"]
+    names = ("survival.cpp", "rehearsal.cpp", "rehearsal_saved.cpp")
+    sources = [HERE / "policy_parts.cpp", *(CSRC / name for name in names)]
     includes = [f"-I{CSRC}", f"-I{ROOT / 'kvstore' / 'native'}"]
     subprocess.run(["g++", "-std=c++17", "-O0", *includes, *sources, "-o", program], check=True)
     running = Parts(program)
