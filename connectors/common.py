@@ -429,7 +429,7 @@ class CacheClient:
         writer: Writer = WHOLE_BLOCKS,
     ) -> CommitResult:
         """Store the rows of `buffer`: block `from_block` and those behind it. Says what became visible."""
-        ranked = {} if writer.rank is None else {"rank": writer.rank}
+        ranked: dict[str, Any] = {} if writer.rank is None else {"rank": writer.rank}
 
         def write() -> CommitResult:
             with self._store.stage(namespace, tokens, root=root, from_block=from_block, **ranked) as stage:

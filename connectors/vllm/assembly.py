@@ -96,6 +96,16 @@ class Assembly:
         return of_revision
 
 
+def join_engine_log() -> None:
+    """Let what kvstore logs appear where vLLM's own log does, which has handlers for its own loggers alone."""
+    ours, theirs = logging.getLogger("kvstore"), logging.getLogger("vllm")
+    for handler in theirs.handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
 def warn_of_settings(vllm_config: Any) -> None:  # noqa: ANN401  # vLLM's own class
     """One log line for what works, but not as well as it could."""
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy

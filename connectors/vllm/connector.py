@@ -15,13 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.connectors.common import ConnectorCounters, HookGuard
-from kvstore.connectors.vllm.assembly import Assembly, warn_of_settings
+from kvstore.connectors.vllm.assembly import Assembly, join_engine_log, warn_of_settings
 from kvstore.connectors.vllm.metadata import StepMetadata, WorkerState
 from kvstore.connectors.vllm.plan import StepPlan
 from kvstore.connectors.vllm.scheduler import NOTHING_TO_LOAD
 from kvstore.connectors.vllm.soundness import Soundness
 from kvstore.connectors.vllm.stats import KvstorePromMetrics, KvstoreStats, StatsReporter
 from kvstore.types import Tier
+
+# ruff: noqa: ANN401, ARG002  # vLLM's own classes, and arguments that its interface has and we do not need
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +39,9 @@ _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK, Tier
 class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types here
     """One half of the connector: of the scheduler's process, or of a worker's."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        join_engine_log()
         self._counters = ConnectorCounters()
         self._reporter = StatsReporter(self._counters)
         self._guard = HookGuard(self._counters, self._switch_off)
@@ -77,46 +80,47 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         vllm_config: Any,
         metric_types: Any,
         labelnames: Any,
-        per_engine_labelvalues: Any,  # noqa: ANN401
+        per_engine_labelvalues: Any,
     ) -> KvstorePromMetrics:
         """The counters in vLLM's /metrics."""
         return KvstorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's half.
 
-    def on_new_request(self, request: Any) -> None:  # noqa: ANN401
+    def on_new_request(self, request: Any) -> None:
         """A request has arrived."""
         if self._scheduler is not None:
             self._guard.run(partial(self._scheduler.add, request), None)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many more tokens can be loaded; None while that is being found out."""
         if self._scheduler is None:
             return NOTHING_TO_LOAD
         ask = partial(self._scheduler.matched_tokens, request, num_computed_tokens)
         return self._guard.run(ask, NOTHING_TO_LOAD)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The engine has blocks for what is to be loaded."""
         if self._scheduler is not None:
             block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
             self._guard.run(partial(self._scheduler.allocated, request, block_ids, num_external_tokens), None)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:  # noqa: ANN401
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """In which tiers the tokens lay that are loaded."""
         if self._scheduler is None:
             return {}
-        tiers = self._guard.run(partial(self._scheduler.hit_tiers, request, num_external_tokens), {})
+        nowhere: dict[Tier, int] = {}
+        tiers = self._guard.run(partial(self._scheduler.hit_tiers, request, num_external_tokens), nowhere)
         return {_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED): tokens for tier, tokens in tiers.items()}
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:  # noqa: ANN401
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers are to do in this step."""
         if self._scheduler is None:
             return StepMetadata()
         self._guard.run(partial(self._see_step, self._scheduler, scheduler_output), None)
         return StepMetadata(self._guard.run(self._scheduler.take_plan, StepPlan()))
 
-    def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
+    def update_connector_output(self, connector_output: Any) -> None:
         """What the workers have ended, and what they know of the server."""
         if self._scheduler is None:
             return
@@ -131,7 +135,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         )
         self._guard.run(said, None)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; true if its blocks are kept until nothing reads them."""
         if self._scheduler is None:
             return False, None
@@ -140,7 +144,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def request_finished_all_groups(
         self,
         request: Any,
-        block_ids: tuple[list[int], ...],  # noqa: ANN401
+        block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same for an engine that may have several groups of layers; one with more than one is not served."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
@@ -164,12 +168,12 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             if self._worker is None:
                 self._worker = self._assembly.worker_side(None)
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:  # noqa: ANN401
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Blocks may be about to be overwritten."""
         if self._worker is not None:
             self._guard.run(self._worker.settle_copies, None)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of this step."""
         if self._worker is not None:
             self._guard.run(partial(self._worker.start_loads, self._bound_plan()), None)
@@ -177,7 +181,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded while a step computes."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing is stored layer by layer."""
 
     def wait_for_save(self) -> None:
@@ -201,7 +205,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         metadata = self._get_connector_metadata()
         return metadata.plan if isinstance(metadata, StepMetadata) else StepPlan()
 
-    def _see_step(self, scheduler: SchedulerSide, output: Any) -> None:  # noqa: ANN401
+    def _see_step(self, scheduler: SchedulerSide, output: Any) -> None:
         """Look at each request that computes in this step for blocks that it fills."""
         scheduled = output.num_scheduled_tokens
         resolve = output.kv_connector_block_state.resolve_block_ids
@@ -212,7 +216,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._see_request(scheduler, request_id, computed + scheduled.get(request_id, 0), resolve)
 
     @staticmethod
-    def _see_request(scheduler: SchedulerSide, request_id: str, computed: int, resolve: Any) -> None:  # noqa: ANN401
+    def _see_request(scheduler: SchedulerSide, request_id: str, computed: int, resolve: Any) -> None:
         scheduler.scheduled(request_id, computed, lambda: resolve(request_id)[0])
 
     def _switch_off(self) -> None:

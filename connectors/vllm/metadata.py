@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvstore.connectors.vllm.plan import StepPlan
-from kvstore.connectors.vllm.soundness import Soundness
+
+if TYPE_CHECKING:
+    from kvstore.connectors.vllm.soundness import Soundness
 
 
 @dataclass

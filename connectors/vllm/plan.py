@@ -39,7 +39,7 @@ class BlockJob:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The work of one step. Of the finished requests in `held` the worker says when nothing of it reads their blocks."""
+    """The work of one step. `held` are requests that have ended: the worker says when nothing reads their blocks."""
 
     revision: str | None = None
     loads: list[BlockJob] = field(default_factory=list)

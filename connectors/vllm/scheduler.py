@@ -18,7 +18,6 @@ from kvstore.connectors.vllm.plan import BlockJob, StepPlan, loadable_blocks, st
 from kvstore.connectors.vllm.requests import TrackedRequest, bypass_reason, root_of
 from kvstore.connectors.vllm.soundness import Soundness
 from kvstore.errors import KvstoreError
-from kvstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
     from kvstore.connectors.common import CacheClient, ConnectorCounters, Promise
     from kvstore.connectors.vllm.lookups import Lookup
     from kvstore.connectors.vllm.settings import VllmSettings
-    from kvstore.types import KvLayout, Namespace, PrefixMatch
+    from kvstore.types import KvLayout, Namespace, PrefixMatch, Tier
 
 logger = logging.getLogger(__name__)
 
 # While a request generates, its blocks are stored in runs of this many tokens, and the rest when it ends.
 GENERATED_RUN_TOKENS = 256
-NOTHING_TO_LOAD = (0, False)
-ASK_AGAIN = (None, False)
+NOTHING_TO_LOAD: tuple[int | None, bool] = (0, False)
+ASK_AGAIN: tuple[int | None, bool] = (None, False)
 
 
 @dataclass(slots=True)
@@ -215,6 +214,9 @@ class SchedulerSide:
 
     def workers_are(self, soundness: Soundness) -> None:
         """What the workers found out of the server: the worst that one of them did."""
+        if soundness is not self._soundness:
+            address = self._parts.settings.address
+            logger.info("kvstore connector: the server at %s is %s", address, soundness.name.lower())
         self._soundness = soundness
 
     def worker_said(self, sent: set[str], received: set[str], invalid_block_ids: set[int]) -> None:

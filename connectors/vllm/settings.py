@@ -56,7 +56,7 @@ class VllmSettings:
 def parse_settings(given: Mapping[str, Any]) -> VllmSettings:
     """The settings in `kv_connector_extra_config`; raises ConfigError for one that is unknown or cannot be."""
     known = {item.name: item.default for item in fields(VllmSettings)}
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"setting {name!r} is unknown, expected one of {', '.join(known)}")

@@ -35,7 +35,7 @@ class KvstoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add what another rank, or another step, has counted."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.connectors.common import SelfCheckError
+from kvstore.connectors.vllm.rows import RowPool
 from kvstore.connectors.vllm.soundness import SelfCheck, Soundness
 from kvstore.errors import KvstoreError
 from kvstore.tiers.device import CopyOutcome
@@ -51,7 +52,10 @@ class Engine:
 
 @dataclass(slots=True)
 class WorkerParts:
-    """What the worker's half is made of. `check_client` may take longer than `client`. `writer` has no rank if this rank only reads what another one writes."""
+    """What the worker's half is made of.
+
+    `check_client` may take longer than `client`. `writes` is false where another rank writes the same bytes.
+    """
 
     client: CacheClient
     check_client: CacheClient
@@ -63,33 +67,6 @@ class WorkerParts:
     namespace: Callable[[str], Namespace]
     writer: Writer
     writes: bool
-
-
-class ChunkPool:
-    """Buffers of some rows each, made when they are first needed and never more than fit. Thread-safe."""
-
-    def __init__(self, copier: BlockCopier, row_bytes: int, pool_bytes: int) -> None:
-        self.rows = max(1, min(CHUNK_BYTES, pool_bytes // LOAD_THREADS) // row_bytes)
-        self._copier = copier
-        self._row_bytes = row_bytes
-        self._unmade = max(LOAD_THREADS, pool_bytes // (self.rows * row_bytes))
-        self._free: list[Bytes2D] = []
-        self._lock = threading.Lock()
-
-    def take(self) -> Bytes2D | None:
-        """A buffer of `rows` rows; None if all are in use."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-            if not self._unmade:
-                return None
-            self._unmade -= 1
-        return self._copier.new_rows(self.rows, self._row_bytes)
-
-    def give_back(self, chunk: Bytes2D) -> None:
-        """A buffer that nothing reads or writes any more."""
-        with self._lock:
-            self._free.append(chunk)
 
 
 @dataclass(slots=True)
@@ -114,7 +91,7 @@ class WorkerSide:
         self._off = engine is None
         self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-vllm-load")
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-vllm-store")
-        self._load_chunks, self._store_chunks = self._pools(engine)
+        self._load_rows, self._store_rows = self._pools(engine)
         self._check = None if engine is None else SelfCheck(self._gives_back, parts.clock)
 
     @property
@@ -145,8 +122,8 @@ class WorkerSide:
         """Copy out the blocks that a step has filled, behind its computation, and store them later."""
         self._learn(plan)
         for job in plan.stores:
-            if self._parts.writes and not self._copy_out(job):
-                self._parts.counters.add(dropped_blocks=len(job.block_ids))
+            if self._parts.writes:
+                self._parts.counters.add(dropped_blocks=len(job.block_ids) - self._copy_out(job))
         self._held.update(plan.held)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
@@ -175,11 +152,11 @@ class WorkerSide:
         for threads in (self._threads, self._store_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _pools(self, engine: Engine | None) -> tuple[ChunkPool | None, ChunkPool | None]:
+    def _pools(self, engine: Engine | None) -> tuple[RowPool | None, RowPool | None]:
         if engine is None:
             return None, None
         row_bytes, half = engine.pages.block_bytes, self._parts.settings.buffer_bytes // 2
-        return ChunkPool(engine.copier, row_bytes, half), ChunkPool(engine.copier, row_bytes, half)
+        return RowPool(engine.copier, row_bytes, half), RowPool(engine.copier, row_bytes, half)
 
     @property
     def _is_sound(self) -> bool:
@@ -201,8 +178,8 @@ class WorkerSide:
         """On a thread: load what can be, and report it, whatever happens."""
         progress = _Progress()
         try:
-            if self._engine is not None and self._load_chunks is not None and self._is_sound:
-                self._load_into_engine(job, progress, self._engine, self._load_chunks, stream=stream)
+            if self._engine is not None and self._load_rows is not None and self._is_sound:
+                self._load_into_engine(job, progress, self._engine, self._load_rows, stream=stream)
         finally:
             good = progress.blocks
             self._parts.counters.add(loaded_tokens=good * self._parts.layout.block_tokens)
@@ -211,19 +188,21 @@ class WorkerSide:
                 self._outcomes.loaded.add(job.request_id)
 
     def _load_into_engine(
-        self, job: BlockJob, progress: _Progress, engine: Engine, pool: ChunkPool, *, stream: Stream | None
+        self, job: BlockJob, progress: _Progress, engine: Engine, pool: RowPool, *, stream: Stream | None
     ) -> None:
         assert self._namespace is not None, "loads come behind the revision"
         end = job.first_block + len(job.block_ids)
         runs = (TierRun(Tier.HOST, end),)
         match = PrefixMatch(self._namespace, job.root, job.token_array(), end, runs)
-        chunk = pool.take()
-        assert chunk is not None, "there is a buffer for each thread that loads"
+        # Half of the rows for each thread: there is always a run for who asks.
+        run = pool.take(min(len(job.block_ids), pool.count // LOAD_THREADS))
+        assert run is not None, "no thread that loads holds more than its share"
+        buffer = pool.rows(run)
 
         def load(lease: Lease) -> None:
             while progress.blocks < len(job.block_ids):
-                targets = job.block_ids[progress.blocks : progress.blocks + len(chunk)]
-                rows = chunk[: len(targets)]
+                targets = job.block_ids[progress.blocks : progress.blocks + len(buffer)]
+                rows = buffer[: len(targets)]
                 first = job.first_block + progress.blocks
                 good = lease.load_into(rows, from_block=first, part=self._parts.writer.part).blocks
                 if good:
@@ -237,45 +216,46 @@ class WorkerSide:
         try:
             self._parts.client.load_leased(match, load)
         finally:
-            pool.give_back(chunk)
+            pool.give_back(run)
 
-    def _copy_out(self, job: BlockJob) -> bool:
-        """Begin to copy a job's blocks into rows, chunk by chunk; false if there was no room for all of them."""
-        engine, pool = self._engine, self._store_chunks
+    def _copy_out(self, job: BlockJob) -> int:
+        """Begin to copy a job's blocks into rows, as many as there is room for; how many of them."""
+        engine, pool = self._engine, self._store_rows
         if engine is None or pool is None or self._namespace is None or not self._is_sound:
-            return False
-        for done in range(0, len(job.block_ids), pool.rows):
-            chunk = pool.take()
-            if chunk is None:
-                return False
-            sources = job.block_ids[done : done + pool.rows]
-            rows = chunk[: len(sources)]
+            return 0
+        done = 0
+        while done < len(job.block_ids):
+            run = pool.take(min(len(job.block_ids) - done, max(1, CHUNK_BYTES // engine.pages.block_bytes)))
+            if run is None:
+                break
+            rows = pool.rows(run)
             try:
-                copy = engine.copier.store(engine.pages, sources, rows)
+                copy = engine.copier.store(engine.pages, job.block_ids[done : done + len(run)], rows)
             except KvstoreError as error:
-                pool.give_back(chunk)
+                pool.give_back(run)
                 self._parts.counters.count_failure(error)
-                return False
+                break
             self._copies[job.request_id].append(copy)
-            self._store_thread.submit(self._store, job, job.first_block + done, copy, _Chunk(pool, chunk, rows))
-        return True
+            self._store_thread.submit(self._store, job, job.first_block + done, copy, _Rows(pool, run, rows))
+            done += len(run)
+        return done
 
-    def _store(self, job: BlockJob, first: int, copy: CopyHandle, chunk: _Chunk) -> None:
+    def _store(self, job: BlockJob, first: int, copy: CopyHandle, held: _Rows) -> None:
         """On the store thread: send the rows once they are copied."""
         assert self._namespace is not None, "stores come behind the revision"
         outcome = copy.wait(COPY_SECONDS_MAX)
         try:
             if outcome is CopyOutcome.COPIED and self._is_sound:
-                end = (first + len(chunk.rows)) * self._parts.layout.block_tokens
+                end = (first + len(held.rows)) * self._parts.layout.block_tokens
                 tokens = job.token_array()[:end]
                 self._parts.client.store(
-                    self._namespace, tokens, chunk.rows, root=job.root, from_block=first, writer=self._parts.writer
+                    self._namespace, tokens, held.rows, root=job.root, from_block=first, writer=self._parts.writer
                 )
             else:
-                self._parts.counters.add(dropped_blocks=len(chunk.rows))
+                self._parts.counters.add(dropped_blocks=len(held.rows))
         finally:
             if outcome not in (CopyOutcome.PENDING, CopyOutcome.LOST):  # what may still be written to is not reused
-                chunk.pool.give_back(chunk.buffer)
+                held.pool.give_back(held.run)
 
 
 @dataclass(slots=True)
@@ -286,9 +266,9 @@ class _Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Rows on their way to the server, in a buffer of a pool."""
+class _Rows:
+    """Blocks on their way to the server, in rows of a pool."""
 
-    pool: ChunkPool
-    buffer: Bytes2D
+    pool: RowPool
+    run: range
     rows: Bytes2D
