@@ -118,18 +118,19 @@ def start_engine(vllm_python, tiny_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    # A short path: the name of a Unix socket has 108 bytes at most.
-    return f"unix://{tmp_path_factory.mktemp('s')}/kv.sock"
+def new_address(tmp_path_factory):
+    """Makes addresses of short paths: the name of a Unix socket has 108 bytes at most."""
+    return lambda: f"unix://{tmp_path_factory.mktemp('s')}/kv.sock"
 
 
 @pytest.fixture(scope="module")
-def start_server(tmp_path_factory, address):
-    """Starts sidecars one after the other, all on the same data and address."""
-    folder = tmp_path_factory.mktemp("data")
+def start_server(tmp_path_factory):
+    """Starts sidecars one after the other, on the same data at the same address."""
+    folders: dict[str, Path] = {}
     with ExitStack() as stack:
 
-        def start():
+        def start(address):
+            folder = folders.setdefault(address, tmp_path_factory.mktemp("data"))
             process = stack.enter_context(start_sidecar(folder, address, HOST_BYTES, DISK_BYTES))
             assert process.receive()["ready"] is True
             return process

@@ -92,6 +92,9 @@ class Engine:
     def counts(self):
         pool = self.scheduler.kv_cache_manager.block_pool
         free = {"free_blocks": pool.get_num_free_blocks(), "blocks": pool.num_gpu_blocks}
+        free["preemptions"] = sum(
+            metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions"
+        )
         if self.scheduler.connector is None:
             return free
         from vllm.distributed.kv_transfer import get_kv_transfer_group
