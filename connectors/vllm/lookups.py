@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.connectors.common import CacheClient, Promise
+    from kvstore.connectors.common import CacheClient, HookGuard, Promise
     from kvstore.types import Root
 
 THREADS = 4
@@ -57,32 +58,40 @@ class Lookup:
 
 
 class Lookups:
-    """Runs lookups on a few threads of its own, so that one that waits for a disk does not hold up the others."""
+    """Runs lookups on a few threads of its own, so that one that waits for a disk does not hold up the others.
 
-    def __init__(self, client: CacheClient) -> None:
+    A plain queue: handing something over costs the scheduler 1 us, and 20 us by way of futures.
+    """
+
+    def __init__(self, client: CacheClient, guard: HookGuard) -> None:
         self._client = client
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-vllm-lookup")
+        self._guard = guard
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        for number in range(THREADS):
+            threading.Thread(target=self._run, name=f"kvstore-vllm-lookup-{number}", daemon=True).start()
 
     def start(self, find: Callable[[Lookup], Promise | None], ends_at: float) -> Lookup:
         """Run `find` in the background; what it returns is the answer. Who asked waits until `ends_at` at most."""
         lookup = Lookup(ends_at)
 
         def run() -> None:
-            promise = None
-            try:
-                promise = find(lookup)
-            finally:
-                if not lookup.settle(promise) and promise is not None:
-                    self._client.release(promise)
+            promise = self._guard.run(partial(find, lookup), None)
+            if not lookup.settle(promise) and promise is not None:
+                self._client.release(promise)
 
-        self._threads.submit(run)
+        self._jobs.put(run)
         return lookup
 
     def release(self, promise: Promise) -> None:
         """End a lease in the background."""
         if promise.lease is not None:
-            self._threads.submit(self._client.release, promise)
+            self._jobs.put(partial(self._client.release, promise))
 
     def close(self) -> None:
-        """Take no more lookups; those that wait are dropped."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Let the threads end after what was asked of them so far; idempotent."""
+        for _ in range(THREADS):
+            self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvstore.connectors.common import HookGuard
 from kvstore.connectors.vllm.fingerprint import AdapterDigests
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.plan import BlockJob, StepPlan, loadable_blocks, storable_blocks
@@ -65,7 +66,7 @@ class SchedulerSide:
     def __init__(self, parts: SchedulerParts, find_revision: Callable[[], str]) -> None:
         self._parts = parts
         self._block_tokens = parts.layout.block_tokens
-        self._lookups = Lookups(parts.client)
+        self._lookups = Lookups(parts.client, HookGuard(parts.counters, self.switch_off))
         self._tracked: dict[str, TrackedRequest] = {}
         self._loads: dict[str, _Load] = {}
         self._held: set[str] = set()
@@ -105,10 +106,7 @@ class SchedulerSide:
         if reason is not None:
             self._parts.counters.count_bypass(reason)
             return
-        tracked = TrackedRequest(request, self._weights_epoch)
-        if request.lora_request is None:
-            tracked.root = root_of(request, self._parts.adapters, self._weights_epoch)
-        self._tracked[request.request_id] = tracked
+        self._tracked[request.request_id] = TrackedRequest(request, self._weights_epoch)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens behind those that the engine has can be loaded; None while that is being looked up."""
@@ -260,10 +258,10 @@ class SchedulerSide:
     ) -> Lookup:
         request, parts, namespace = tracked.request, self._parts, self._namespace
         assert namespace is not None, "nothing is looked up before the namespace is known"
-        tokens = request.all_token_ids[: blocks * self._block_tokens]
-        epoch = tracked.weights_epoch
+        epoch, count = tracked.weights_epoch, blocks * self._block_tokens
 
         def find(lookup: Lookup) -> Promise | None:
+            tokens = request.all_token_ids[:count]  # only ever appended to, so these are what they were
             try:
                 root = lookup.root = root_of(request, parts.adapters, epoch)
             except (KvstoreError, OSError) as error:
@@ -318,6 +316,8 @@ class SchedulerSide:
             self._lookups.release(promise)
 
     def _store(self, tracked: TrackedRequest, blocks: int, block_ids: Callable[[], Sequence[int]]) -> None:
+        if tracked.root is None and tracked.request.lora_request is None:
+            tracked.root = root_of(tracked.request, self._parts.adapters, tracked.weights_epoch)
         if self._off or tracked.root is None or self._namespace is None:
             return
         first = tracked.stored_blocks
