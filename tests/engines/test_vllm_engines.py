@@ -136,6 +136,22 @@ def test_an_abort_at_any_step_leaves_nothing_held(plain, first_engine, second_en
     assert second_engine.ask("counts")["failures"] == {}
 
 
+@pytest.mark.parametrize("arriving", [0, 1, 3])
+def test_blocks_that_cannot_be_loaded_are_computed(plain, first_engine, second_engine, arriving):
+    prompts = [[7, arriving, number, *tokens_of(150, "cut short")] for number in range(3)]
+    expected = generate(first_engine, prompts)["tokens"]
+    first_engine.ask("wait_stored")
+    before = second_engine.ask("counts")["loaded_tokens"]
+    second_engine.ask("limit", blocks=arriving)
+    try:
+        assert generate(second_engine, prompts)["tokens"] == expected
+    finally:
+        second_engine.ask("limit", blocks=None)
+    counts = second_engine.ask("counts")
+    assert counts["loaded_tokens"] - before == len(prompts) * arriving * BLOCK_TOKENS
+    assert quiet(counts) == NOTHING_LEFT
+
+
 def test_a_reset_of_the_cache_finds_nothing_of_before(plain, second_engine):
     prompt = tokens_of(100, "before the reset")
     expected = generate(second_engine, [prompt])["tokens"]

@@ -3,11 +3,13 @@
 generate   prompts (token ids), max_tokens, salts   -> tokens and cached tokens of each
 abort      prompt, steps                            -> computes that many steps, aborts, and steps until all is quiet
 reset      the engine's own cache, and the connector's if `connector` is true
+limit      how many blocks of each load arrive; null for all
 counts     what the connector has counted, what is held and leased, and the engine's free blocks
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -27,6 +29,18 @@ os.environ |= {
     "KMP_BLOCKTIME": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
+
+
+class LimitedLease:
+    """A lease whose blocks from some number on cannot be loaded."""
+
+    def __init__(self, lease, blocks):
+        self.lease = lease
+        self.blocks = blocks
+
+    def load_into(self, rows, *, from_block, part):
+        result = self.lease.load_into(rows, from_block=from_block, part=part)
+        return dataclasses.replace(result, blocks=max(0, min(result.blocks, self.blocks - from_block)))
 
 
 class Engine:
@@ -81,6 +95,16 @@ class Engine:
             else:
                 time.sleep(0.001)
         raise TimeoutError(f"the engine is not quiet: {self.counts()}")
+
+    def limit(self, blocks):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        client = get_kv_transfer_group()._worker._parts.client
+        client.__dict__.pop("load_leased", None)
+        if blocks is not None:
+            whole = client.load_leased
+            client.load_leased = lambda match, load: whole(match, lambda lease: load(LimitedLease(lease, blocks)))
+        return {}
 
     def reset(self, connector=False):
         return {"reset": self.llm.reset_prefix_cache(reset_connector=connector)}
