@@ -123,17 +123,22 @@ def test_a_prompt_of_another_salt_is_not_found(plain, second_engine):
     assert salted["tokens"] == [plain[2][0]]
 
 
+@pytest.mark.parametrize("pace", ["hasty", "patient"])
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_an_abort_at_any_step_leaves_nothing_held(plain, first_engine, second_engine, is_stored):
-    aborted = plain[3]
-    prompts = [[number, *aborted] for number in range(100, 112)]
+def test_an_abort_at_any_step_leaves_nothing_held(plain, first_engine, second_engine, is_stored, pace):
+    prompts = [[100 + number, len(pace), *plain[3]] for number in range(12)]
     if is_stored:
         generate(first_engine, prompts)
         first_engine.ask("wait_stored")
+    before = second_engine.ask("counts")
     for steps, prompt in enumerate(prompts):
-        counts = second_engine.ask("abort", prompt=prompt, steps=steps)
+        counts = second_engine.ask("abort", prompt=[*prompt, 3 + is_stored], steps=steps, pace=pace)
         assert (*quiet(counts), counts["finished"]) == (*NOTHING_LEFT, False)
-    assert second_engine.ask("counts")["failures"] == {}
+    assert counts["failures"] == {}
+    if pace == "patient":
+        assert (counts["loaded_tokens"] > before["loaded_tokens"]) is is_stored
+        second_engine.ask("wait_stored")
+        assert second_engine.ask("counts")["stored_blocks"] > before["stored_blocks"]
 
 
 @pytest.mark.parametrize("arriving", [0, 1, 3])

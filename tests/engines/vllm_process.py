@@ -1,7 +1,8 @@
 """One vLLM engine as a process: `python vllm_process.py OPTIONS`, with options and commands as JSON, an answer a line.
 
 generate   prompts (token ids), max_tokens, salts   -> tokens and cached tokens of each
-abort      prompt, steps                            -> computes that many steps, aborts, and steps until all is quiet
+abort      prompt, steps, pace                      -> takes that many steps, aborts, and steps until all is quiet;
+           a "patient" pace waits before each step for what the connector has begun
 reset      the engine's own cache, and the connector's if `connector` is true
 limit      how many blocks of each load arrive; null for all
 counts     what the connector has counted, what is held and leased, and the engine's free blocks
@@ -74,15 +75,30 @@ class Engine:
             "reasons": [output.outputs[0].finish_reason for output in outputs],
         }
 
-    def abort(self, prompt, steps, max_tokens=64):
+    def abort(self, prompt, steps, pace, max_tokens=64):
         request_id = f"aborted-{next(self.ids)}"
         self.engine.add_request(request_id, {"prompt_token_ids": prompt}, self.params(max_tokens))
         finished = False
         for _ in range(steps):
+            if pace == "patient":
+                self.wait_begun()
             finished = finished or any(output.finished for output in self.engine.step())
         self.engine.abort_request([request_id])
         self.settle()
         return self.counts() | {"finished": finished}
+
+    def wait_begun(self):
+        """Until lookups have their answers, and loads have ended, though nobody has asked for them yet."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        lookups = [tracked.lookup for tracked in self.connector._tracked.values() if tracked.lookup is not None]
+        loads = set(self.connector._loads) - {job.request_id for job in self.connector._plan.loads}
+        outcomes = get_kv_transfer_group()._worker._outcomes
+        ends_at = time.monotonic() + QUIET_SECONDS
+        while not all(lookup.settled for lookup in lookups) or not loads <= outcomes.loaded:
+            if time.monotonic() > ends_at:
+                raise TimeoutError(f"the connector does not end what it began: {self.counts()}")
+            time.sleep(0.001)
 
     def settle(self):
         """Step until the scheduler has nothing to do, and the connector has ended what it began."""
