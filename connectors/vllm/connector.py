@@ -166,7 +166,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._assembly is not None:
             self._worker = self._guard.run(partial(self._assembly.worker_side, kv_caches), None)
             if self._worker is None:
-                self._worker = self._assembly.worker_side(None)
+                self._worker = self._guard.run(partial(self._assembly.worker_side, None), None)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Blocks may be about to be overwritten."""

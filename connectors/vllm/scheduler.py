@@ -316,6 +316,9 @@ class SchedulerSide:
             self._lookups.release(promise)
 
     def _store(self, tracked: TrackedRequest, blocks: int, block_ids: Callable[[], Sequence[int]]) -> None:
+        # Only workers that are there, and have a server to store in, say when they have ended.
+        if self._soundness is not Soundness.SOUND:
+            return
         if tracked.root is None and tracked.request.lora_request is None:
             tracked.root = root_of(tracked.request, self._parts.adapters, tracked.weights_epoch)
         if self._off or tracked.root is None or self._namespace is None:

@@ -110,21 +110,27 @@ class WorkerSide:
                 handle.wait(COPY_SECONDS_MAX)
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Begin the loads of a step, on threads."""
-        self._learn(plan)
-        if self._check is not None:
-            self._check.poll()
-        stream = None if self._engine is None else self._engine.copier.current_stream()
-        for job in plan.loads:
-            self._threads.submit(self._load, job, stream)
+        """Begin the loads of a step, on threads. One that cannot be begun is reported as failed."""
+        waiting = plan.loads[::-1]
+        try:
+            self._learn(plan)
+            if self._check is not None:
+                self._check.poll()
+            stream = None if self._engine is None else self._engine.copier.current_stream()
+            while waiting:
+                self._threads.submit(self._load, waiting[-1], stream)
+                waiting.pop()
+        finally:
+            for job in waiting:
+                self._report_load(job, 0)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out the blocks that a step has filled, behind its computation, and store them later."""
+        self._held.update(plan.held)
         self._learn(plan)
         for job in plan.stores:
             if self._parts.writes:
                 self._parts.counters.add(dropped_blocks=len(job.block_ids) - self._copy_out(job))
-        self._held.update(plan.held)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Held requests whose blocks nothing reads any more, and requests whose loads have ended."""
@@ -181,11 +187,13 @@ class WorkerSide:
             if self._engine is not None and self._load_rows is not None and self._is_sound:
                 self._load_into_engine(job, progress, self._engine, self._load_rows, stream=stream)
         finally:
-            good = progress.blocks
-            self._parts.counters.add(loaded_tokens=good * self._parts.layout.block_tokens)
-            with self._outcomes.lock:
-                self._outcomes.failed_blocks.update(job.block_ids[good:])
-                self._outcomes.loaded.add(job.request_id)
+            self._report_load(job, progress.blocks)
+
+    def _report_load(self, job: BlockJob, good: int) -> None:
+        self._parts.counters.add(loaded_tokens=good * self._parts.layout.block_tokens)
+        with self._outcomes.lock:
+            self._outcomes.failed_blocks.update(job.block_ids[good:])
+            self._outcomes.loaded.add(job.request_id)
 
     def _load_into_engine(
         self, job: BlockJob, progress: _Progress, engine: Engine, pool: RowPool, *, stream: Stream | None

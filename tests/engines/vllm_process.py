@@ -16,9 +16,7 @@ import json
 import os
 import sys
 import time
-from contextlib import redirect_stdout
 
-ANSWERS = sys.stdout
 QUIET_SECONDS = 60.0
 
 # One process: no spawned worker, and the scheduler can be looked at.
@@ -165,15 +163,15 @@ class Engine:
 
 
 def main():
-    options = json.loads(sys.argv[1])
-    with redirect_stdout(sys.stderr):
-        engine = Engine(options)
-    print(json.dumps({"ready": True}), file=ANSWERS, flush=True)  # the test reads it
+    # Whatever else writes to stdout, the engine's own processes among them, writes to the log.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = Engine(json.loads(sys.argv[1]))
+    print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
-        with redirect_stdout(sys.stderr):
-            answer = getattr(engine, command.pop("do"))(**command)
-        print(json.dumps(answer), file=ANSWERS, flush=True)
+        answer = getattr(engine, command.pop("do"))(**command)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

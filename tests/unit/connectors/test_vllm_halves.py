@@ -16,6 +16,7 @@ from kvstore.clock import SystemClock
 from kvstore.connectors.common import CacheClient, ConnectorCounters, UnsupportedModelError, Writer
 from kvstore.connectors.vllm.layout import rank_layout, rank_part
 from kvstore.connectors.vllm.pages import check_copies, engine_pages
+from kvstore.connectors.vllm.plan import BlockJob, StepPlan
 from kvstore.connectors.vllm.scheduler import SchedulerParts, SchedulerSide
 from kvstore.connectors.vllm.settings import VllmSettings
 from kvstore.connectors.vllm.soundness import Soundness
@@ -23,7 +24,7 @@ from kvstore.connectors.vllm.worker import Engine, WorkerParts, WorkerSide
 from kvstore.errors import UnavailableError
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.device import open_copier
-from kvstore.types import KvLayout, Namespace, Tier
+from kvstore.types import KvLayout, Namespace, Root, Tier
 
 MIB = 1 << 20
 BLOCK_TOKENS, BLOCKS = 4, 64
@@ -384,3 +385,30 @@ def test_memory_of_another_shape_is_refused():
     for changed in ({"layer 0": torch.zeros(BLOCKS, 2, 8, 8)}, {"layer 1": torch.zeros(BLOCKS, 2, 4, 16).half()}):
         with pytest.raises(UnsupportedModelError, match="expected"):
             engine_pages(caches | changed, list(caches), BLOCKS, LAYOUT)
+
+
+def test_loads_that_cannot_be_begun_are_reported_as_failed(store, new_engine, monkeypatch):
+    engine = new_engine(store)
+    side = engine.ranks[0].side
+    engine.run("a", prompt_of(20))
+    monkeypatch.setattr(side._threads, "submit", None)
+    plan = StepPlan("revision", loads=[BlockJob("b", Root(), b"", 0, (1, 2)), BlockJob("c", Root(), b"", 0, (3,))])
+    with pytest.raises(TypeError):
+        side.start_loads(plan)
+    assert (set(), {"b", "c"}) == side.take_finished()
+    assert {1, 2, 3} == side.take_failed_blocks()
+
+
+def test_a_worker_that_is_switched_off_still_says_when_it_reads_no_block_any_more(store, new_engine):
+    engine = new_engine(store)
+    engine.run("a", prompt_of(20))
+    engine.ranks[0].side.switch_off()
+    request = Request("b", prompt_of(20, seed=2))
+    engine.scheduler.add(request)
+    engine.scheduler.scheduled("b", 20, lambda: list(range(5)))
+    request.num_computed_tokens = 20
+    assert engine.scheduler.finished(request, list(range(5))) is True
+    engine.waiting_frees["b"] = []
+    engine.until(lambda: not engine.scheduler.held_requests)
+    assert engine.scheduler._soundness is Soundness.UNSOUND
+    assert 0 == engine.run("c", prompt_of(20))
