@@ -166,7 +166,10 @@ def main():
     # Whatever else writes to stdout, the engine's own processes among them, writes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    engine = Engine(json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    if options.get("tensor_parallel_size", 1) > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    engine = Engine(options)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
