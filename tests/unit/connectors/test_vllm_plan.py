@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.connectors.common import UnsupportedModelError
@@ -21,6 +21,7 @@ from kvstore.errors import ConfigError
 from kvstore.types import Root
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.lists(st.integers(0, 60), max_size=8))
 def test_packed_tokens_hold_what_they_were_told_once(tokens, counts):
     packed = PackedTokens()
@@ -33,6 +34,7 @@ def test_packed_tokens_hold_what_they_were_told_once(tokens, counts):
         assert known == pickle.loads(pickle.dumps(job)).token_array().tolist()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 40))
 def test_only_blocks_of_computed_and_known_tokens_are_stored(computed, known, block_tokens):
     naive = [
@@ -46,6 +48,7 @@ def test_only_blocks_of_computed_and_known_tokens_are_stored(computed, known, bl
     assert len(naive) == storable_blocks(computed, known, block_tokens)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(1, 40))
 def test_a_load_leaves_the_engine_a_token_to_compute(prompt_tokens, block_tokens):
     blocks = loadable_blocks(prompt_tokens, block_tokens)
@@ -54,12 +57,12 @@ def test_a_load_leaves_the_engine_a_token_to_compute(prompt_tokens, block_tokens
 
 def test_settings_are_read_and_sizes_may_have_units():
     assert VllmSettings() == parse_settings({})
-    settings = parse_settings({"address": "host:7070", "buffer_bytes": "1GiB", "lookup_seconds": 1, "model": None})
+    read = parse_settings({"address": "host:7070", "buffer_bytes": "1GiB", "lookup_seconds": 1, "model": None})
     assert ("host:7070", 1 << 30, 1, None) == (
-        settings.address,
-        settings.buffer_bytes,
-        settings.lookup_seconds,
-        settings.model,
+        read.address,
+        read.buffer_bytes,
+        read.lookup_seconds,
+        read.model,
     )
 
 
@@ -83,9 +86,9 @@ def test_a_setting_that_cannot_be_is_refused_by_name(given, said):
 
 def test_a_secret_comes_from_a_file_and_is_not_shown(tmp_path):
     (tmp_path / "secret").write_bytes(b"s3cret\n")
-    settings = parse_settings({"secret_file": str(tmp_path / "secret")})
-    assert b"s3cret" == settings.secret()
-    assert "s3cret" not in repr(settings)
+    read = parse_settings({"secret_file": str(tmp_path / "secret")})
+    assert b"s3cret" == read.secret()
+    assert "s3cret" not in repr(read)
     with pytest.raises(ConfigError, match="cannot be read"):
         parse_settings({"secret_file": str(tmp_path / "nowhere")}).secret()
 
@@ -182,6 +185,7 @@ class NumpyRows:
         return np.zeros((blocks, block_bytes), dtype=np.uint8)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_runs_of_rows_never_overlap_and_all_come_back(data):
     pool = RowPool(NumpyRows(), 4, 4 * 20)
