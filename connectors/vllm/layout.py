@@ -1,0 +1,154 @@
+"""What an engine of vLLM is to the store: whether its KV can be kept, its layout, and what decides the bytes.
+
+Only attributes of vLLM's own configuration are read, so nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+from kvstore.connectors.common import UnsupportedModelError
+from kvstore.connectors.vllm.fingerprint import model_fingerprint
+from kvstore.layer_groups import DTYPE_BYTES
+from kvstore.types import KvLayout
+
+# Rope types that give a token the same key whatever the total length of the prompt and of the engine's context.
+STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "mrope"})
+# Speculation without layers of its own, whose rejected drafts leave no trace in whole blocks of known tokens.
+_SPECULATION = frozenset({"ngram", "suffix"})
+_ROPE_TEXT_MAX = 1000
+_NEUTRAL_CONFIG_FIELDS = frozenset(
+    {"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
+)
+
+
+def describe_layout(vllm_config: Any, kv_cache_config: Any) -> KvLayout:  # noqa: ANN401  # vLLM's own classes
+    """The layout of an engine's KV; raises UnsupportedModelError with the reason where there is none.
+
+    The bytes of a block are canonical, whatever order the engine's attention wants in memory: layers, heads, tokens,
+    and of each token its key and value.
+    """
+    _check_parallelism(vllm_config.parallel_config)
+    _check_speculation(vllm_config.speculative_config)
+    spec = _only_spec(kv_cache_config)
+    return KvLayout(
+        layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
+        kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        head_dim=spec.head_size,
+        dtype=_dtype(spec),
+        block_tokens=spec.block_size,
+        axis_order="LHTKD",
+        rope=_rope_text(vllm_config.model_config.hf_text_config),
+        quantisation=str(vllm_config.cache_config.cache_dtype),
+        tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
+        engine="vllm",
+    )
+
+
+def rank_layout(layout: KvLayout) -> KvLayout:
+    """The layout of what one rank has of a block, as if it were all: for checks that one rank makes alone."""
+    writers = layout.tensor_writers
+    return replace(layout, kv_heads=layout.kv_heads // writers, tensor_parallel=1)
+
+
+def rank_part(layout: KvLayout, rank: int) -> int:
+    """The part that a rank has of each block, whether it writes it or another rank writes the same bytes."""
+    return next(number for number, part in enumerate(layout.parts) if rank in part.ranks)
+
+
+def find_revision(vllm_config: Any, version: str) -> str:  # noqa: ANN401  # vLLM's own class
+    """A fingerprint of the weights an engine has loaded, and of how it computes with them.
+
+    Reads the files of the checkpoint; raises UnsupportedModelError where they cannot be found.
+    """
+    model = vllm_config.model_config
+    if str(vllm_config.load_config.load_format).endswith("dummy"):
+        raise UnsupportedModelError('the weights are dummies; give them a name in the setting "revision"')
+    config = {
+        name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NEUTRAL_CONFIG_FIELDS
+    }
+    detail = {"vllm": version, "dtype": str(model.dtype), "quantization": str(model.quantization), "config": config}
+    text = json.dumps(detail, sort_keys=True, default=str)
+    return model_fingerprint(_checkpoint_folder(model.model, model.revision), text)
+
+
+def _checkpoint_folder(model: str, revision: str | None) -> str:
+    """Where the engine found its weights: the folder it was given, or the snapshot that it downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(model, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return model
+
+
+def _check_parallelism(parallel: Any) -> None:  # noqa: ANN401  # vLLM's own class
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            raise UnsupportedModelError(f"{name} is {size}, and only tensor and data parallel engines are supported")
+
+
+def _check_speculation(speculative: Any) -> None:  # noqa: ANN401  # vLLM's own class
+    if speculative is not None and speculative.method not in _SPECULATION:
+        raise UnsupportedModelError(
+            f"speculative decoding by {speculative.method!r} is not supported, only {', '.join(sorted(_SPECULATION))}"
+        )
+
+
+def _only_spec(kv_cache_config: Any) -> Any:  # noqa: ANN401  # vLLM's own classes
+    groups = kv_cache_config.kv_cache_groups
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
+        raise UnsupportedModelError(
+            f"the model has {len(groups)} groups of cache layers ({', '.join(kinds)}), expected one of full attention"
+        )
+    spec = groups[0].kv_cache_spec
+    content_bytes = 2 * spec.head_size * DTYPE_BYTES.get(_dtype(spec), 0)
+    plain = {
+        "head_size_v": (spec.head_size, None),
+        "page_size_padded": (None,),
+        "num_head_slots": (None, spec.num_kv_heads),
+        "state_content_bytes": (None, content_bytes),
+        "tokens_per_state": (1,),
+        "non_causal": (False,),
+    }
+    for name, expected in plain.items():
+        value = getattr(spec, name, expected[0])
+        if value not in expected:
+            raise UnsupportedModelError(f"the cache has {name} {value!r}, expected {expected[0]!r}")
+    if getattr(spec, "kv_quant_mode", 0):
+        raise UnsupportedModelError("the KV cache is quantised, and its scales are not stored with it")
+    return spec
+
+
+def _dtype(spec: Any) -> str:  # noqa: ANN401  # vLLM's own class
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise UnsupportedModelError(f"the KV has dtype {dtype}, expected float32, float16 or bfloat16")
+    return dtype
+
+
+def _rope_text(config: Any) -> str:  # noqa: ANN401  # of transformers
+    """The rope parameters as canonical text; refuses types whose keys depend on a total length."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not parameters:
+        return ""
+    kinds = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
+    for kind in kinds:
+        rope_type = kind.get("rope_type", "default")
+        if rope_type not in STATIC_ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"rope type {rope_type!r} is not supported: only {', '.join(sorted(STATIC_ROPE_TYPES))} are known to "
+                "give a token the same key whatever the length of the prompt"
+            )
+    text = json.dumps(parameters, sort_keys=True, default=str)
+    return text if len(text) <= _ROPE_TEXT_MAX else _digest_text(text)
+
+
+def _digest_text(text: str) -> str:
+    return f"blake2b {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

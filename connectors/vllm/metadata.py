@@ -1,0 +1,31 @@
+"""The connector's messages in the classes that vLLM carries between its scheduler and its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kvstore.connectors.vllm.plan import StepPlan
+
+if TYPE_CHECKING:
+    from kvstore.connectors.vllm.soundness import Soundness
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
+    """What the workers are to do in a step."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class WorkerState(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types here
+    """What workers know of the server."""
+
+    soundness: Soundness
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """The worst that any of them found."""
+        return WorkerState(max(self.soundness, other.soundness))
