@@ -28,19 +28,8 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
-from kvstore.types import (
-    CommitResult,
-    KvLayout,
-    LoadResult,
-    Namespace,
-    Pin,
-    PrefixMatch,
-    Root,
-    StoreStats,
-    Tier,
-    TierStats,
-    Verification,
-)
+from kvstore.stats import StoreStats, TierStats
+from kvstore.types import CommitResult, KvLayout, LoadResult, Namespace, Pin, PrefixMatch, Root, Tier, Verification
 
 if TYPE_CHECKING:
     from kvstore.api import KvStore, Lease, Stage, StateLease, StateStage

@@ -49,19 +49,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvstore.events import EventPage
+    from kvstore.stats import StoreStats
     from kvstore.tokens import Tokens
-    from kvstore.types import (
-        CommitResult,
-        LoadResult,
-        Namespace,
-        Pin,
-        PrefixMatch,
-        Root,
-        ScrubPage,
-        StoreStats,
-        Tier,
-        Verification,
-    )
+    from kvstore.types import CommitResult, LoadResult, Namespace, Pin, PrefixMatch, Root, ScrubPage, Tier, Verification
 
 BlockBuffer: TypeAlias = Any
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from kvstore.types import StoreStats
+    from kvstore.stats import StoreStats
 
 Sample = tuple[tuple[str, ...], float]
 

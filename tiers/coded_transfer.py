@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.stats import CodecStats
 from kvstore.tiers.codecs.registry import pipeline_of
 from kvstore.tiers.codecs.stats import CodecCounts
 from kvstore.tiers.coded_header import Place, is_coded, unpack_coded
 from kvstore.tiers.coded_slot import Wanted, lay_out, payload_fault, take_out
 from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.transfer import Occupant, ShortWriteError
-from kvstore.types import CodecStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -23,13 +23,14 @@ from kvstore.tiers.slots import as_slots
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.stats import CodecStats
     from kvstore.tiers.base import RecoveredBlock
     from kvstore.tiers.codecs.coding import PoolCoding
     from kvstore.tiers.codecs.keys import KeyProvider
     from kvstore.tiers.disk_opening import DiskFiles
     from kvstore.tiers.file_io import FileIo
     from kvstore.tiers.persistent import ScrubStep
-    from kvstore.types import CodecStats, Slots
+    from kvstore.types import Slots
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kvstore.stats import CodecStats
     from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask, RecoveredBlock
     from kvstore.tiers.codecs.coding import PoolCoding
-    from kvstore.types import CodecStats, Slots
+    from kvstore.types import Slots
 
 ENTRY_POINTS = "kvstore.tiers"
 

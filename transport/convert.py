@@ -12,6 +12,7 @@ from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidName
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
 from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
+from kvstore.stats import StoreStats, TierStats, WhatIf
 from kvstore.tokens import packed_tokens, unpacked_tokens
 from kvstore.types import (
     PLAIN_ROOT,
@@ -21,11 +22,8 @@ from kvstore.types import (
     Pin,
     Root,
     StateSize,
-    StoreStats,
     Tier,
     TierRun,
-    TierStats,
-    WhatIf,
     require_root,
 )
 from kvstore.v1 import admin_service_pb2, block_pb2, cache_service_pb2

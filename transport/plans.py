@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.events import EventPage
+    from kvstore.stats import StoreStats
     from kvstore.tokens import Tokens
-    from kvstore.types import Namespace, Pin, PrefixMatch, Root, StoreStats, Tier, TokenArray
+    from kvstore.types import Namespace, Pin, PrefixMatch, Root, Tier, TokenArray
 
 R = TypeVar("R", bound="Message")
 T = TypeVar("T")

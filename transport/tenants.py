@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import NoSpaceError
-from kvstore.types import StoreStats
+from kvstore.stats import StoreStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.events import Event, EventPage
+    from kvstore.stats import StoreStats
     from kvstore.transport.client import Client
-    from kvstore.types import PrefixMatch, StoreStats
+    from kvstore.types import PrefixMatch
 
 _FOLLOW_SECONDS = 2.0
 # People wait longer than engines.

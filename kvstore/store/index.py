@@ -19,9 +19,9 @@ from kvstore.store.codecs import coding
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.store.sparse import SparseGroup, SparseParts
-from kvstore.tiers.persistent import CodingTier
 from kvstore.store.state_records import PIECE_NUMBERS, StateRecords
 from kvstore.store.states import StateTable
+from kvstore.tiers.persistent import CodingTier
 from kvstore.types import Tier, require_namespace
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from kvstore.api import SCRUB_BYTES
 from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.state_blobs import require_path, require_state_bytes
+from kvstore.stats import StoreStats, TierStats
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
@@ -35,9 +36,7 @@ from kvstore.types import (
     PLAIN_ROOT,
     PrefixMatch,
     ScrubPage,
-    StoreStats,
     Tier,
-    TierStats,
     Verification,
     require_blocks,
     require_seconds,

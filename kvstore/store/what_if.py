@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.types import Tier, WhatIf
+from kvstore.stats import WhatIf
+from kvstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field, replace
 
-from kvstore.types import CodecStats
+from kvstore.stats import CodecStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from kvstore.metrics import (
     make_registry,
     metric_names,
 )
+from kvstore.stats import CodecStats, StoreStats, TierStats, WhatIf
 from kvstore.tiers.extent_stock import HostMemoryState
 from kvstore.tiers.huge_pages import PageKind
 from kvstore.transport.arena_service import ArenaUse
-from kvstore.types import CodecStats, StoreStats, TierStats, WhatIf
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

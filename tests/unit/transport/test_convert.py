@@ -10,20 +10,9 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
+from kvstore.stats import StoreStats, TierStats, WhatIf
 from kvstore.transport import convert
-from kvstore.types import (
-    CommitResult,
-    KvLayout,
-    Namespace,
-    Pin,
-    Root,
-    StateSize,
-    StoreStats,
-    Tier,
-    TierRun,
-    TierStats,
-    WhatIf,
-)
+from kvstore.types import CommitResult, KvLayout, Namespace, Pin, Root, StateSize, Tier, TierRun
 from kvstore.v1 import block_pb2
 
 LAYOUT = KvLayout(
