@@ -21,6 +21,7 @@ from kvstore.codec_config import CodecConfig, check_codecs
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
+from kvstore.quota_config import SIZE_BYTES_MAX, QuotaConfig, check_quotas
 from kvstore.security_config import AuthConfig, ClientConfig, TlsConfig
 from kvstore.setting_values import PARSERS, Kind, Rule
 from kvstore.setting_values import setting as _setting
@@ -33,7 +34,6 @@ DEFAULT_DISK_BYTES = 10 * 2**30
 DISK_BYTES_MIN = 2**20  # with less there is room for the tier's own files only
 _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
-_SIZE_BYTES_MAX = 2**60
 _SECONDS_MAX = 30 * 86400
 # Those of kvstore.radix, which is too high up to be imported here.
 EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
@@ -103,7 +103,7 @@ class HostConfig:
         Kind.SIZE,
         "Host memory for blocks; more than the machine or its cgroup has is refused.",
         minimum=2**20,
-        maximum=_SIZE_BYTES_MAX,
+        maximum=SIZE_BYTES_MAX,
         auto="a quarter of what the machine and its control groups leave at start, 64MiB to 64GiB",
     )
 
@@ -116,7 +116,7 @@ class DiskConfig:
         None,
         Kind.SIZE,
         "Disk space under data_dir, all files counted, at least 1MiB; 0: no disk tier.",
-        maximum=_SIZE_BYTES_MAX,
+        maximum=SIZE_BYTES_MAX,
         auto=f"{format_size(DEFAULT_DISK_BYTES)} with data_dir, else 0",
     )
     further_dirs: tuple[str, ...] = _setting(
@@ -126,7 +126,7 @@ class DiskConfig:
         None,
         Kind.SIZE,
         "What stays free on each file system: below it no file of blocks is made.",
-        maximum=_SIZE_BYTES_MAX,
+        maximum=SIZE_BYTES_MAX,
         auto="1GiB or 2 %, whichever is more, at most a tenth",
     )
     key_file: str = _setting(
@@ -179,7 +179,7 @@ class LimitsConfig:
         0,
         Kind.SIZE,
         "Bytes that the leases of one tenant protect, each lease counted in full; 0: no limit.",
-        maximum=_SIZE_BYTES_MAX,
+        maximum=SIZE_BYTES_MAX,
     )
     calls_per_second_per_tenant: int = _setting(
         0, Kind.COUNT, "Calls of one tenant that begin in a second; 0: no limit.", maximum=2**31 - 1
@@ -240,7 +240,7 @@ class StoreConfig:
         Kind.SIZE,
         "Host tiers of so much or more are reserved and touched in the background at start, others as they fill.",
         minimum=1,
-        maximum=_SIZE_BYTES_MAX,
+        maximum=SIZE_BYTES_MAX,
     )
     lock_memory: bool = _setting(False, Kind.SWITCH, "Lock host memory, so that it is never swapped out (mlock).")
     poison_freed: bool = _setting(
@@ -259,36 +259,13 @@ class StoreConfig:
         "What a namespace may store in a second without reuse, above what fits into host memory; each byte that is "
         "loaded allows 20 more.",
         minimum=1,
-        maximum=_SIZE_BYTES_MAX,
+        maximum=SIZE_BYTES_MAX,
         auto="a tenth of the bandwidth of memory, measured at start",
     )
     prefetch_ratio: float = _setting(
         0.1, Kind.RATIO, "Share of the host tier that prefetches under way may fill.", maximum=1
     )
     prefetches_max: int = _limit(64, "Prefetches, and writes of write_through, that wait or run; more are refused.")
-
-
-def _least(tier: str) -> Any:  # noqa: ANN401  # as dataclasses.field
-    return _setting(0, Kind.SIZE, f"Bytes of blocks {tier} of which others take nothing.", maximum=_SIZE_BYTES_MAX)
-
-
-def _most(tier: str) -> Any:  # noqa: ANN401  # as dataclasses.field
-    return _setting(None, Kind.SIZE, f"Most bytes that it takes up {tier}.", maximum=_SIZE_BYTES_MAX, auto="no limit")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuotaConfig:
-    """What each namespace that fits may have; the store's Quota has the same. The first one that fits holds."""
-
-    tenant: str = _setting("", Kind.TEXT, "Fits namespaces of this tenant; empty: of any.")
-    model: str = _setting("", Kind.TEXT, "Fits namespaces of this model; empty: of any.")
-    host_min: int = _least("in host memory")
-    host_max: int | None = _most("in host memory")
-    disk_min: int = _least("on disk")
-    disk_max: int | None = _most("on disk")
-    priority: float = _setting(
-        1.0, Kind.FACTOR, "What its blocks are worth counts so many times, compared with others'; above 0."
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -582,21 +559,8 @@ def _check(config: Config) -> None:
     for name, given in needing.items():
         if given and not config.disk_bytes:
             raise ConfigError(f"tiers.disk.{name} is set without a disk tier; set data_dir too")
-    _check_quotas(config)
+    check_quotas(config.quota, {"host": config.tiers.host.capacity_bytes, "disk": config.disk_bytes})
     check_codecs(config.codec, config.tiers.disk, disk_bytes=config.disk_bytes)
-
-
-def _check_quotas(config: Config) -> None:
-    capacities = (("host", config.tiers.host.capacity_bytes), ("disk", config.disk_bytes))
-    for name, quota in config.quota.items():
-        for tier, capacity in capacities:
-            least, most = getattr(quota, f"{tier}_min"), getattr(quota, f"{tier}_max")
-            if most is not None and least > most:
-                raise ConfigError(f"quota.{name}.{tier}_min is {least}, expected at most {tier}_max, which is {most}")
-            if capacity is not None and least > capacity:
-                raise ConfigError(
-                    f"quota.{name}.{tier}_min is {least}, expected at most the tier's capacity, which is {capacity}"
-                )
 
 
 def _origins(chosen: Mapping[str, tuple[object, str]]) -> Iterator[Origin]:

@@ -36,7 +36,7 @@ from kvstore.transport.security import security_of
 from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
-    from kvstore.config import QuotaConfig
+    from kvstore.quota_config import QuotaConfig
     from kvstore.store import Store
 
 _MIB = 2**20

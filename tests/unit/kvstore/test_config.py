@@ -12,7 +12,6 @@ from kvstore.config import (
     Config,
     HostConfig,
     LimitsConfig,
-    QuotaConfig,
     StoreConfig,
     load_config,
     read_secret,
@@ -20,6 +19,7 @@ from kvstore.config import (
     user_cache_dir,
 )
 from kvstore.errors import ConfigError
+from kvstore.quota_config import QuotaConfig
 from kvstore.radix.tree import POLICIES
 from kvstore.store import StoreSettings
 from kvstore.transport.limits import ServiceLimits
