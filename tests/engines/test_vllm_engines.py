@@ -126,13 +126,14 @@ def test_a_prompt_of_another_salt_is_not_found(plain, second_engine):
 @pytest.mark.parametrize("pace", ["hasty", "patient"])
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_an_abort_at_any_step_leaves_nothing_held(plain, first_engine, second_engine, is_stored, pace):
-    prompts = [[100 + number, len(pace), *plain[3]] for number in range(12)]
+    # Beginnings of their own, so that the engine's own cache has nothing of them.
+    prompts = [[100 + number, len(pace), 3 + is_stored, *plain[3]] for number in range(12)]
     if is_stored:
         generate(first_engine, prompts)
         first_engine.ask("wait_stored")
     before = second_engine.ask("counts")
     for steps, prompt in enumerate(prompts):
-        counts = second_engine.ask("abort", prompt=[*prompt, 3 + is_stored], steps=steps, pace=pace)
+        counts = second_engine.ask("abort", prompt=prompt, steps=steps, pace=pace)
         assert (*quiet(counts), counts["finished"]) == (*NOTHING_LEFT, False)
     assert counts["failures"] == {}
     if pace == "patient":
