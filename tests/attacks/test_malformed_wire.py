@@ -463,7 +463,7 @@ def test_other_requests_on_a_bulk_connection_end_it(attacker: Session, method: i
 def test_a_bulk_request_of_megabytes_is_not_awaited(attacker: Session):
     peer = attacker.bulk()
     peer.send(header(MIB, Kind.REQUEST, Method.Load, call_id=1))
-    assert "expected at most 4096" in str(peer.error())
+    assert f"expected at most {wire.BULK_REQUEST_BYTES_MAX}" in str(peer.error())
     assert peer.is_ended()
 
 
