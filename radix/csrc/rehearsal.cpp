@@ -265,14 +265,15 @@ void Rehearsal::Restart(uint64_t mask) {
 }
 
 // At the own capacity it is known what was found. A sample has too many or too few of the prefixes that everybody shares,
-// which are found at all sizes, so it tells the differences to that alone, in which they cancel out. Where all units are
-// rehearsed, what a miniature found is the better estimate: a difference would add the errors of two.
+// and units of several blocks miss what is found behind the last whole one; both are alike at all sizes. So the miniatures
+// tell the differences to what was found, in which they cancel out. Where each block is a unit and none is left out, what a
+// miniature found is the better estimate: a difference would add the errors of two.
 Rehearsed Rehearsal::result() const {
   Rehearsed result{looked_up_, found_, {}};
   if (capacity_blocks_ == 0) return result;
   const double blocks_per_unit = static_cast<double>(mask_ + 1) * unit_blocks_;
   const double own = contests_[kOwnScale].found() * blocks_per_unit;
-  const double offset = mask_ == 0 ? 0 : found_ - own;
+  const double offset = mask_ == 0 && unit_blocks_ == 1 ? 0 : found_ - own;
   for (size_t scale = 0; scale < kScales; ++scale) {
     const double rehearsed = contests_[scale].found() * blocks_per_unit + offset;
     const double found = scale == kOwnScale ? found_ : std::clamp(rehearsed, 0.0, looked_up_);
