@@ -10,6 +10,7 @@ namespace kvstore {
 namespace {
 
 constexpr double kHalfLifeRequests = 4000;
+constexpr double kLeadDeviations = 1.5;      // beyond which a lead is no chance
 constexpr size_t kUnitsMax = 1u << 15;        // known at once, but for those in miniatures
 constexpr size_t kLooksPerUnit = 4;           // at known units, for each new one, to forget as many
 constexpr size_t kUnitBytes = 64;             // of a unit in the map
@@ -56,12 +57,13 @@ void Contest::Count(double by_survival, double by_recency) {
   found_ += prefers_recency_ ? by_recency : by_survival;
 }
 
-// Recency decides while it leads.
+// Recency takes over when it leads by more than chance explains, until it leads no more.
 void Contest::Decide() {
   static const double fade = std::exp2(-1 / kHalfLifeRequests);
   lead_ = lead_ * fade + request_lead_;
+  lead_variance_ = lead_variance_ * fade * fade + request_lead_ * request_lead_;
   request_lead_ = 0;
-  prefers_recency_ = lead_ > 0;
+  prefers_recency_ = prefers_recency_ ? lead_ > 0 : lead_ > kLeadDeviations * std::sqrt(lead_variance_);
 }
 
 // ---- all of them ----
