@@ -19,7 +19,7 @@ void RadixTree::Touch(IdSpan ids, uint64_t tick, int64_t prompt_blocks) {
                                 std::to_string(ids.size) + ", the blocks touched");
   }
   last_tick_ = std::max(last_tick_, tick);
-  const Access access{tick, static_cast<uint32_t>(prompt_blocks), static_cast<uint32_t>(ids.size), TailAccesses(ids, tick)};
+  const Access access{tick, static_cast<uint32_t>(prompt_blocks), static_cast<uint32_t>(ids.size)};
   if (policy_->rehearses()) {
     const auto in_first = [this](uint32_t id) { return blocks_[id].slot[0] != kNoSlot; };
     const auto first = static_cast<uint32_t>(std::count_if(ids.begin(), ids.end(), in_first));
@@ -72,15 +72,6 @@ void RadixTree::ChangeHistories(IdSpan ids, Change change) {
   }
 }
 
-// How often the last of these blocks was used before the request of `tick`.
-uint32_t RadixTree::TailAccesses(IdSpan path, uint64_t tick) const {
-  if (path.size == 0) return 0;
-  const Block& block = blocks_[path[path.size - 1]];
-  if (block.state != BlockState::kAttached) return 0;
-  const History& history = nodes_[block.node].runs.At(block.depth);
-  return history.accesses - (history.tick == tick && history.accesses > 0 ? 1u : 0u);
-}
-
 // How many of the ids are those of the node's blocks from `from` on.
 size_t RadixTree::EqualIds(const Node& node, uint32_t from, IdSpan ids) {
   const size_t limit = std::min<size_t>(ids.size, node.block_count() - from);
@@ -97,11 +88,7 @@ RadixTree::Births RadixTree::PlanBirths(const Cursor& cursor, const Ids& existin
   Births births;
   births.begin = cursor.depth;
   const std::vector<Ghost> ghosts = TakeGhosts(cursor, &births.fingerprints);
-  Access access{tick, cursor.block_count, cursor.depth, TailAccesses(IdSpan{existing.data(), existing.size()}, tick)};
-  if (!ghosts.empty()) {
-    access.known_blocks = ghosts.back().depth + 1;
-    access.tail_accesses = ghosts.back().history.accesses;
-  }
+  const Access access{tick, cursor.block_count, ghosts.empty() ? cursor.depth : ghosts.back().depth + 1};
   ChangeHistories(IdSpan{existing.data(), existing.size()}, [&](const History& history, uint32_t blocks) {
     return history.tick == tick ? history : policy_->Renewed(history, access, blocks);
   });

@@ -36,13 +36,11 @@ struct History {
 };
 static_assert(sizeof(History) == 24, "the budget of memory counts on it");
 
-// A request, as far as a policy needs it: when, how long its prompt is, how much of it had been seen before, and how often
-// the last block of that.
+// A request, as far as a policy needs it: when, how long its prompt is, and how much of it had been seen before.
 struct Access {
   uint64_t tick;
   uint32_t prompt_blocks;
   uint32_t known_blocks;
-  uint32_t tail_accesses;
 };
 
 // What somebody who knows tells about the next use of a prompt.

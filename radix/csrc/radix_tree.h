@@ -289,7 +289,6 @@ class RadixTree {
   void SplitHistories(Node* head, Node* tail);
   void MergeHistories(Node* head, Node* tail);
   void DropHistories(Node* node, uint32_t count);
-  uint32_t TailAccesses(IdSpan path, uint64_t tick) const;
   static size_t EqualIds(const Node& node, uint32_t from, IdSpan ids);
   template <typename Change>
   void ChangeHistories(IdSpan ids, Change change);

@@ -10,6 +10,7 @@ namespace kvstore {
 namespace {
 
 constexpr double kHalfLifeRequests = 4000;
+constexpr double kLeadDeviations = 1.5;      // beyond which a lead is no chance
 constexpr size_t kUnitsMax = 1u << 15;        // known at once, but for those in miniatures
 constexpr size_t kLooksPerUnit = 4;           // at known units, for each new one, to forget as many
 constexpr size_t kUnitBytes = 64;             // of a unit in the map
@@ -56,12 +57,13 @@ void Contest::Count(double by_survival, double by_recency) {
   found_ += prefers_recency_ ? by_recency : by_survival;
 }
 
-// Recency decides while it leads.
+// Recency takes over when it leads by more than chance explains, until it leads no more.
 void Contest::Decide() {
   static const double fade = std::exp2(-1 / kHalfLifeRequests);
   lead_ = lead_ * fade + request_lead_;
+  lead_variance_ = lead_variance_ * fade * fade + request_lead_ * request_lead_;
   request_lead_ = 0;
-  prefers_recency_ = lead_ > 0;
+  prefers_recency_ = prefers_recency_ ? lead_ > 0 : lead_ > kLeadDeviations * std::sqrt(lead_variance_);
 }
 
 // ---- all of them ----
@@ -265,16 +267,19 @@ void Rehearsal::Restart(uint64_t mask) {
 }
 
 // At the own capacity it is known what was found. A sample has too many or too few of the prefixes that everybody shares,
-// which are found at all sizes, so it tells the differences to that alone, in which they cancel out. Where all units are
-// rehearsed, what a miniature found is the better estimate: a difference would add the errors of two.
+// and units of several blocks miss what is found behind the last whole one; both are alike at all sizes, so the miniatures
+// tell the differences to what was found, in which they cancel out. Where each block is a unit and none is left out, what is
+// left is that a miniature begins empty, with tables learnt elsewhere: smaller ones have long forgotten that and are right
+// by themselves, larger ones lack as much as the own one at least.
 Rehearsed Rehearsal::result() const {
   Rehearsed result{looked_up_, found_, {}};
   if (capacity_blocks_ == 0) return result;
   const double blocks_per_unit = static_cast<double>(mask_ + 1) * unit_blocks_;
-  const double own = contests_[kOwnScale].found() * blocks_per_unit;
-  const double offset = mask_ == 0 ? 0 : found_ - own;
+  const double offset = found_ - contests_[kOwnScale].found() * blocks_per_unit;
+  const bool is_whole = mask_ == 0 && unit_blocks_ == 1;
   for (size_t scale = 0; scale < kScales; ++scale) {
-    const double rehearsed = contests_[scale].found() * blocks_per_unit + offset;
+    const bool is_right = is_whole && scale < kOwnScale;
+    const double rehearsed = contests_[scale].found() * blocks_per_unit + (is_right ? 0 : offset);
     const double found = scale == kOwnScale ? found_ : std::clamp(rehearsed, 0.0, looked_up_);
     const auto blocks = static_cast<uint64_t>(static_cast<double>(capacity_blocks_) * kScale[scale]);
     result.capacities.push_back(RehearsedCapacity{blocks, found});

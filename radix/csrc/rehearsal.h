@@ -73,8 +73,9 @@ class Contest {
   void Load(SavedBytes* bytes);  // throws std::invalid_argument for what no contest saved
 
  private:
-  double request_lead_ = 0;  // of recency over the survival index, with the request of now
-  double lead_ = 0;          // the sum of these, lately
+  double request_lead_ = 0;   // of recency over the survival index, with the request of now
+  double lead_ = 0;           // the sum of these, lately
+  double lead_variance_ = 0;  // of that sum
   bool prefers_recency_ = false;
   double found_ = 0;
 };

@@ -1,7 +1,7 @@
 // Saving what is rehearsed, and taking it up again in another process: miniatures go on as they were.
 //
 // Records are little-endian. One tells the capacity in blocks (8 bytes), the mask of the sample (8), what was looked up and
-// found (8 each), and three values of each contest (8 each). The others are units: fingerprint (8), that of the parent
+// found (8 each), and of each contest four values (8 each) and who leads (1). The others are units: fingerprint (8), that of the parent
 // (8) and whether there is one (1), history (24), the miniatures that it is in (2), whether it was touched lately (1).
 // On disk: never change one.
 //
@@ -36,14 +36,18 @@ double TakeCount(SavedBytes* bytes) {
 }  // namespace
 
 void Contest::Save(std::string* bytes) const {
-  for (double value : {request_lead_, lead_, found_}) Put(bytes, value);
+  for (double value : {request_lead_, lead_, lead_variance_, found_}) Put(bytes, value);
+  Put(bytes, static_cast<uint8_t>(prefers_recency_));
 }
 
 void Contest::Load(SavedBytes* bytes) {
   request_lead_ = TakeNumber(bytes);
   lead_ = TakeNumber(bytes);
+  lead_variance_ = TakeCount(bytes);
   found_ = TakeCount(bytes);
-  prefers_recency_ = lead_ > 0;
+  const auto prefers = bytes->Take<uint8_t>();
+  if (prefers > 1) throw std::invalid_argument("a saved contest is neither won nor lost");
+  prefers_recency_ = prefers != 0;
 }
 
 uint32_t Rehearsal::piece_count() const {

@@ -179,7 +179,7 @@ void RadixTree::RestoreNode(const SavedRuns& found, uint64_t tick, Way* way) {
   const auto end_piece = [&](uint32_t end) {
     if (begin == end) return;
     if (way->history == nullptr) {
-      runs.Append(policy_->Born(Access{tick, node.end(), begin, 0}, end - begin), end);
+      runs.Append(policy_->Born(Access{tick, node.end(), begin}, end - begin), end);
     } else {
       runs.Append(*way->history, end);
       policy_->Restored(*way->history, end - begin);

@@ -16,12 +16,10 @@ constexpr double kAgeRatio = 1.5;
 constexpr double kTicksPerSecond = 1e6;
 constexpr double kUnitTokens = 512;
 constexpr size_t kCohortsMax = 48;
-constexpr size_t kRefreshes = 4;  // queues that one request brings up to date
 constexpr double kFadeWeight = 16384;  // ended lives of a queue, after which old ones count half
 
 constexpr double kPromptUnitsMin = 0.25;
 constexpr double kPromptDamping = 0.4;
-constexpr double kGapSteps = 0.7;  // buckets for each doubling of a gap
 
 // Uses that are taken for granted at the hazard of the next larger group, until a queue has its own.
 constexpr double kPriorUses = 0.7;
@@ -228,7 +226,7 @@ void LifeTable::Restore(uint64_t tick, double weight) {
 SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks)
     : block_units_(block_tokens / kUnitTokens),
       prefix_blocks_(prefix_blocks),
-      queues_(static_cast<size_t>(kOnceQueues + (kKinds - 1) * kNews)),
+      queues_(static_cast<size_t>(kKinds) * kNews),
       kinds_(kKinds) {
   for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal = std::make_unique<Rehearsal>(this, prefix_blocks);
   for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
@@ -239,15 +237,13 @@ SurvivalPolicy::~SurvivalPolicy() = default;
 uint16_t SurvivalPolicy::QueueOf(uint16_t accesses, float gap, const Access& access) const {
   const uint32_t new_blocks = access.prompt_blocks - std::min(access.prompt_blocks, access.known_blocks);
   const int news = PowerOfTwo(new_blocks * block_units_ + 1, kNews - 1);
-  if (accesses == 1) {
-    const uint32_t uses = access.tail_accesses;
-    const int tail = uses <= 2 ? static_cast<int>(uses) : (uses <= 8 ? 3 : 4);
-    const int length = PowerOfTwo(access.prompt_blocks * block_units_ + 1, kLengths - 1);
-    return static_cast<uint16_t>((length * kTails + tail) * kNews + news);
+  int kind = kKindSeenOnce;
+  if (accesses > 1) {
+    const int count = std::min(kCounts - 1, static_cast<int>(2 * std::log2(static_cast<double>(accesses))) - 2);
+    const int gaps = std::min(kGaps - 1, static_cast<int>(0.7 * std::log2(static_cast<double>(gap) + 1)));
+    kind = 1 + count * kGaps + gaps;
   }
-  const int count = std::min(kCounts - 1, static_cast<int>(2 * std::log2(static_cast<double>(accesses))) - 2);
-  const int gaps = std::min(kGaps - 1, static_cast<int>(kGapSteps * std::log2(static_cast<double>(gap) + 1)));
-  return QueueAt(1 + count * kGaps + gaps, news);
+  return static_cast<uint16_t>(kind * kNews + news);
 }
 
 // A long prompt is many blocks but one event: each of its blocks counts for less.
@@ -310,7 +306,7 @@ History SurvivalPolicy::Hinted(const History& before, const Hint& hint, uint32_t
   const int kind = hint.ended ? kKindEnded : kKindExpected + PowerOfTwo(hint.seconds + 1, kExpected - 1);
   History history = before;
   history.tick = std::max(before.tick, hint.tick);
-  history.queue = QueueAt(kind, 0);
+  history.queue = static_cast<uint16_t>(kind * kNews);
   return Begin(history, blocks);
 }
 
@@ -353,15 +349,12 @@ SurvivalPolicy::Queue& SurvivalPolicy::Open(uint16_t queue) {
   return *opened;
 }
 
-// The tables move slowly, so a request pays for a few queues and not for all.
+// The tables move slowly, so a request pays for one queue and not for all.
 void SurvivalPolicy::RefreshNext(uint64_t now) {
   if (now == refreshed_tick_) return;
   refreshed_tick_ = now;
-  const size_t count = std::min(kRefreshes, opened_.size());
-  for (size_t refreshed = 0; refreshed < count; ++refreshed) {
-    next_refresh_ = (next_refresh_ + 1) % opened_.size();
-    Refresh(opened_[next_refresh_], now);
-  }
+  next_refresh_ = (next_refresh_ + 1) % opened_.size();
+  Refresh(opened_[next_refresh_], now);
 }
 
 // Brings the totals up to date with what the queue has seen since it was last looked at.
@@ -422,7 +415,7 @@ void SurvivalPolicy::Refresh(uint16_t queue, uint64_t now) {
   }
   // How much likelier this queue is used again than its kind; at first as much as others with as many new tokens.
   const auto row = static_cast<size_t>(RiskGroupOf(KindOf(queue)));
-  const auto column = NewsOf(queue);
+  const auto column = static_cast<size_t>(queue % kNews);
   double& risk_expected = risk_expected_[row][column];
   double& risk_uses = risk_uses_[row][column];
   risk_expected = std::max(0.0, risk_expected + expected - own.expected_uses);
@@ -563,7 +556,7 @@ void SurvivalPolicy::Load(SavedBytes pieces, int64_t shift) {
   for (uint16_t queue : opened_) {
     Recount(queue, 0);
     const auto row = static_cast<size_t>(RiskGroupOf(KindOf(queue)));
-    const auto column = NewsOf(queue);
+    const auto column = static_cast<size_t>(queue % kNews);
     risk_uses_[row][column] += queues_[queue]->total_uses;
     risk_expected_[row][column] += queues_[queue]->expected_uses;
   }

@@ -1,12 +1,11 @@
 // The default policy: how likely is a block to be used again, for the time that it takes up room until then?
 //
-// What is alike has one queue: blocks seen once, by how much of their prompt was new, how long it is, and how often that
-// was used which it goes on from; blocks seen again, by how much was new, the number of accesses and the usual gap between
-// them. For each queue the policy counts how often blocks were used again at which age (a life table: hits over exposure,
-// by bins of age). From the hazards it derives, for every age, the highest rate of hits per second of room that keeping a
-// block could bring, over all times at which it might be given up: the Gittins index (Gittins, 1979; for caches Beckmann
-// et al., LHD, NSDI 2018, is close). The block with the lowest index goes. Sparse queues lean on those near them, those on
-// all. Nothing is trained beforehand and no text is looked at.
+// What is alike has one queue: blocks seen once, by how much of their prompt was new; blocks seen again, by the number of
+// accesses and the usual gap between them, too. For each queue the policy counts how often blocks were used again at
+// which age (a life table: hits over exposure, by bins of age). From the hazards it derives, for every age, the highest
+// rate of hits per second of room that keeping a block could bring, over all times at which it might be given up: the
+// Gittins index (Gittins, 1979; for caches Beckmann et al., LHD, NSDI 2018, is close). The block with the lowest index
+// goes. Sparse queues lean on those near them, those on all. Nothing is trained beforehand and no text is looked at.
 #pragma once
 
 #include <array>
@@ -105,11 +104,8 @@ class SurvivalPolicy : public EvictionPolicy {
   double IndexOf(uint16_t queue, double seconds) const;
 
  private:
-  // Where a queue stands: `kind` shares the shape of the hazard, `news` and what else is known raise or lower it.
+  // Where a queue stands: `kind` shares the shape of the hazard, `news` raises or lowers it.
   static constexpr int kNews = 10;                  // powers of two of 512 new tokens
-  static constexpr int kTails = 5;                  // uses of the block before the new ones: 0, 1, 2, 3-8, more
-  static constexpr int kLengths = 6;                // powers of two of 512 tokens of the prompt
-  static constexpr int kOnceQueues = kNews * kTails * kLengths;  // of what was seen once
   static constexpr int kGaps = 16;
   static constexpr int kCounts = 6;                 // buckets of accesses of what was seen again
   static constexpr int kKindSeenOnce = 0;
@@ -141,9 +137,7 @@ class SurvivalPolicy : public EvictionPolicy {
     float index = 0;
   };
 
-  static int KindOf(uint16_t queue) { return queue < kOnceQueues ? kKindSeenOnce : 1 + (queue - kOnceQueues) / kNews; }
-  static size_t NewsOf(uint16_t queue) { return static_cast<size_t>(queue % kNews); }
-  static uint16_t QueueAt(int kind, int news) { return static_cast<uint16_t>(kOnceQueues + (kind - 1) * kNews + news); }
+  static int KindOf(uint16_t queue) { return queue / kNews; }
   static int GroupOf(int kind);
   static int RiskGroupOf(int kind);
   uint16_t QueueOf(uint16_t accesses, float gap, const Access& access) const;
