@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvstore.errors import ClosedError
+from kvstore.errors import ClosedError, StorageError, UnavailableError
+from kvstore.thread_pool import ThreadPool
 from kvstore.tiers.buffers import PAGE_BYTES, AlignedBuffers, aligned_bytes, page_aligned
 from kvstore.tiers.checksum import digest
 from kvstore.tiers.faults import DiskFault
@@ -61,7 +62,7 @@ class SlotTransfer:
         self._io = io
         self._thread_count = thread_count
         self._zero_page = aligned_bytes(PAGE_BYTES)
-        self._executor = ThreadPoolExecutor(thread_count, thread_name_prefix="kvstore-disk")
+        self._executor = ThreadPool(thread_count, "disk")
 
     @property
     def busy_buffers(self) -> int:
@@ -69,7 +70,7 @@ class SlotTransfer:
         return self.buffers.lent_count
 
     def map(self, call: Callable[[Job], Outcome], jobs: Iterable[Job]) -> list[Outcome]:
-        """Outcomes of all jobs, in order. Raises ClosedError after close().
+        """Outcomes of all jobs, in order. Raises ClosedError after close(), StorageError if no thread is to be had.
 
         However it ends, no job runs any more: jobs use memory that is the caller's again afterwards.
         """
@@ -79,6 +80,8 @@ class SlotTransfer:
                 futures.append(self._executor.submit(call, job))  # noqa: PERF401  # those submitted must be known
         except RuntimeError as error:
             raise ClosedError("the disk tier is closed") from error
+        except UnavailableError as error:
+            raise StorageError(str(error)) from error
         finally:
             wait(futures)
         return [future.result() for future in futures]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvstore.errors import UnavailableError
+from kvstore.thread_pool import ThreadPool
 from kvstore.transport import wire
 from kvstore.transport.address import UnixAddress
 from kvstore.transport.aio_exchange import AsyncExchange
@@ -65,8 +65,8 @@ class LoopThreads:
     """The threads of one client: some for what is short, some for bytes, so that neither waits for the other."""
 
     def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(_SHORT_THREADS, thread_name_prefix="kvstore-aio")
-        self._bulk = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="kvstore-aio-bulk")
+        self._short = ThreadPool(_SHORT_THREADS, "aio")
+        self._bulk = ThreadPool(CONNECTIONS_MAX, "aio-bulk")
 
     async def short(self, function: Callable[[], T]) -> T:
         """Run what takes milliseconds."""

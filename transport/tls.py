@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
+from kvstore.thread_pool import ThreadPool
 from kvstore.transport.credentials import WIRE_PROTOCOL
 from kvstore.transport.private_files import read_private
 from kvstore.transport.tls_socket import TlsSocket
@@ -35,7 +35,7 @@ class ServerTls:
         self._client_ca = client_ca
         self._verify = ssl.CERT_REQUIRED if require_client_cert else ssl.CERT_OPTIONAL
         self._context = self._load()
-        self._threads = ThreadPoolExecutor(_HANDSHAKE_THREADS, thread_name_prefix="kvstore-handshake")
+        self._threads = ThreadPool(_HANDSHAKE_THREADS, "handshake")
 
     def reload(self) -> None:
         """Use what the files hold now for new connections; raises ConfigError, and keeps what it has, else."""

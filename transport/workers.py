@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from kvstore.errors import NoSpaceError
+from kvstore.thread_pool import ThreadPool
 from kvstore.tiers.buffers import aligned_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Workers:
 
     def __init__(self, name: str, *, threads: int, calls: int) -> None:
         self._name = name
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvstore-{name}")
+        self._pool = ThreadPool(threads, name)
         self._calls_max = calls
         self._calls = 0
 

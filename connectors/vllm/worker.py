@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from kvstore.connectors.common import SelfCheckError
 from kvstore.connectors.vllm.rows import RowPool
 from kvstore.connectors.vllm.soundness import SelfCheck, Soundness
 from kvstore.errors import KvstoreError
+from kvstore.thread_pool import ThreadPool
 from kvstore.tiers.device import CopyOutcome
 from kvstore.types import PrefixMatch, Tier, TierRun
 
@@ -89,8 +89,8 @@ class WorkerSide:
         self._held: set[str] = set()
         self._namespace: Namespace | None = None
         self._off = engine is None
-        self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-vllm-load")
-        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-vllm-store")
+        self._threads = ThreadPool(LOAD_THREADS, "vllm-load")
+        self._store_thread = ThreadPool(1, "vllm-store")
         self._load_rows, self._store_rows = self._pools(engine)
         self._check = None if engine is None else SelfCheck(self._gives_back, parts.clock)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvstore
@@ -21,7 +23,7 @@ import kvstore
 
 LAYOUT = kvstore.KvLayout(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
 NAMESPACE = kvstore.Namespace(model="m", revision="r", layout=LAYOUT)
-TOKENS = list(range(40))
+TOKENS = list(list(range(40)))
 ROWS = np.arange(10 * LAYOUT.block_bytes, dtype=np.uint32).astype(np.uint8).reshape(10, LAYOUT.block_bytes)
 held = []
 start_thread = threading.Thread.start
@@ -100,3 +102,26 @@ def test_calls_fail_by_name_and_work_again_afterwards(lane: str, scarce: str, tm
             [sys.executable, "-P", "-c", PROGRAM, address, scarce], capture_output=True, text=True, timeout=90
         )
     assert (0, "well") == (done.returncode, done.stdout.strip()), done.stderr
+
+
+def test_a_disk_that_gets_no_thread_says_so_and_goes_on_when_there_are_some(tmp_path: Path, monkeypatch):
+    layout = kvstore.KvLayout(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
+    namespace = kvstore.Namespace(model="m", revision="r", layout=layout)
+    rows = np.arange(10 * layout.block_bytes, dtype=np.uint32).astype(np.uint8).reshape(10, layout.block_bytes)
+    with kvstore.open(tmp_path, host_bytes=1 << 22, disk_bytes=1 << 25) as store:
+        with store.stage(namespace, list(range(40))) as staged:
+            staged.write_from(rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse_to_start)
+            with pytest.raises(kvstore.StorageError, match="no thread is to be had for disk"):
+                store.flush()
+        store.flush()
+    with kvstore.open(tmp_path, host_bytes=1 << 22, disk_bytes=1 << 25) as store:
+        loaded = np.zeros_like(rows)
+        with store.lease(store.match(namespace, list(range(40)))) as lease:
+            assert 10 == lease.load_into(loaded).blocks
+    assert (loaded == rows).all()
+
+
+def refuse_to_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
