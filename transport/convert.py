@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
-from kvstore.layer_groups import Recurrent, SequenceState, SlidingWindow
+from kvstore.layer_groups import FIELD_BYTES_MAX, Recurrent, SequenceState, SlidingWindow
 from kvstore.stats import StoreStats, TierStats, WhatIf
 from kvstore.tokens import packed_tokens, unpacked_tokens
 from kvstore.types import (
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4 * 2**20
 _ROOTS_REMEMBERED = 256
+# More than a root takes that has all its fields, and nothing but these.
+_ROOT_BYTES_REMEMBERED = 4 * FIELD_BYTES_MAX
 _EVENT_OVERHEAD_BYTES = 128
 _LAYOUT_FIELDS = tuple(item.name for item in fields(KvLayout) if item.name not in ("groups", "state"))
 _WINDOW_FIELDS = tuple(item.name for item in fields(SlidingWindow))
@@ -144,9 +146,20 @@ def root_from_proto(message: block_pb2.Root) -> Root:
     return Root(**given) if given else PLAIN_ROOT
 
 
-@lru_cache(maxsize=_ROOTS_REMEMBERED)
 def root_from_bytes(raw: bytes) -> Root:
-    """The checked root in the bytes of a message. Raises InvalidArgumentError for bytes that are none."""
+    """The checked root in the bytes of a message. Raises InvalidArgumentError for bytes that are none.
+
+    Those of the usual size are remembered, and no others: a message may have any number of fields that we do not know.
+    """
+    return _remembered_root(raw) if len(raw) <= _ROOT_BYTES_REMEMBERED else _root_in(raw)
+
+
+@lru_cache(maxsize=_ROOTS_REMEMBERED)
+def _remembered_root(raw: bytes) -> Root:
+    return _root_in(raw)
+
+
+def _root_in(raw: bytes) -> Root:
     try:
         return root_from_proto(block_pb2.Root.FromString(raw))
     except DecodeError as err:

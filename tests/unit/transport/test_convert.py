@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -196,3 +197,11 @@ def test_a_duration_that_is_no_time_is_refused_by_name(seconds: float):
 
     with pytest.raises(InvalidArgumentError, match="ttl_seconds"):
         convert.set_duration(Duration(), seconds, "ttl_seconds")
+
+
+def test_a_root_is_not_remembered_with_fields_that_nobody_knows():
+    root = Root(adapter="a")
+    raw = convert.root_to_proto(root).SerializeToString() + b"\x7a\xff\x7f" + bytes(16_383)  # field 15, of 16 KiB
+    references = sys.getrefcount(raw)
+    assert root == convert.root_from_bytes(raw)
+    assert references == sys.getrefcount(raw)
