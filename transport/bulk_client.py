@@ -219,7 +219,7 @@ class EngineCalls:
 
     def _one_piece(self, part: M, first: int, ends_at: float, operation: _Operation[M]) -> _Done | None:
         """One call; None if no piece of the landing is free."""
-        with self._client.landing.piece() as piece, self._client.poller.at_work():
+        with self._client.poller.at_work(), self._client.landing.piece() as piece:
             if piece is None:
                 return None
             part.memory.CopyFrom(self._client.memory(piece))

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 class Poller:
     """A thread that polls an engine while there are calls, from the first one on. Thread-safe.
 
-    `_changed` guards `_calls`, `_thread` and `_closed`.
+    An engine that cannot be polled ends it, and the next call begins another. `_changed` guards `_calls`, `_thread` and
+    `_closed`.
     """
 
     def __init__(self, engine: BulkEngine) -> None:
@@ -36,12 +37,11 @@ class Poller:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """While the block runs the engine is polled."""
+        """While the block runs the engine is polled. Raises BulkEngineError where no thread is to be had for that."""
         with self._changed:
-            self._calls += 1
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="bulk-engine-poll", daemon=True)
-                self._thread.start()
+                self._thread = self._started()
+            self._calls += 1
             self._changed.notify_all()
         try:
             yield
@@ -58,6 +58,14 @@ class Poller:
         if thread is not None:
             thread.join()
 
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="bulk-engine-poll", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as err:
+            raise BulkEngineError(f"no thread is to be had to poll {self._engine.name}: {err}") from err
+        return thread
+
     def _run(self) -> None:
         while self._has_work():
             try:
@@ -65,6 +73,7 @@ class Poller:
             except BulkEngineError as err:
                 # Whoever waits for a transfer is told by the other side, or by its deadline.
                 logger.warning("an engine for bytes cannot be polled: engine=%s cause=%s", self._engine.name, err)
+                self._forget_thread()
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -73,3 +82,8 @@ class Poller:
             while not self._calls and not self._closed:
                 self._changed.wait()
             return not self._closed
+
+    def _forget_thread(self) -> None:
+        with self._changed:
+            if self._thread is threading.current_thread():
+                self._thread = None

@@ -25,6 +25,7 @@ from kvstore.transport.address import parse_address
 from kvstore.transport.aio import AsyncClient, AsyncKeeper
 from kvstore.transport.bulk_client import BulkEngineClient
 from kvstore.transport.bulk_memory import Landing
+from kvstore.transport.bulk_polling import Poller
 from kvstore.transport.bulk_rows import BulkEngineHost, EngineSeat, TransferEnd
 from kvstore.transport.client import Client
 from kvstore.transport.keeper import LinkKeeper
@@ -249,6 +250,52 @@ def test_a_peer_that_cannot_be_reached_costs_a_store_nothing(
         assert BLOCKS == store_prompt(client, NAMESPACE, PROMPT).blocks
         assert (0, 1) == moved(client)
     assert {"connect": 1} == host.failures
+
+
+def test_a_client_that_gets_no_thread_to_poll_its_engine_uses_sockets_and_the_engine_later(
+    served: ServedStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bulk_client, "REST_SECONDS", 0.0)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "bulk-engine-poll":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with client_of(served) as client:
+        client.match(NAMESPACE, PROMPT)
+        with monkeypatch.context() as scarce:
+            scarce.setattr(threading.Thread, "start", refuse)
+            assert BLOCKS == store_prompt(client, NAMESPACE, PROMPT).blocks
+            for _ in range(4):
+                assert BLOCKS == verified_blocks(client, NAMESPACE, PROMPT)
+        assert (0, 5) == moved(client)
+        assert BLOCKS == verified_blocks(client, NAMESPACE, PROMPT)
+        assert (PROMPT_BYTES, 5) == moved(client)
+
+
+def test_an_engine_that_could_not_be_polled_once_is_polled_again():
+    engine = VmEngine()
+    polled, broken = threading.Event(), threading.Event()
+
+    def poll() -> None:
+        polled.set()
+        if not broken.is_set():
+            broken.set()
+            raise BulkEngineError("it is said so")
+
+    engine.poll = poll  # type: ignore[method-assign]
+    poller = Poller(engine)
+    with poller.at_work():
+        assert broken.wait(10.0)
+        for thread in threading.enumerate():
+            if thread.name == "bulk-engine-poll":
+                thread.join(10.0)
+    polled.clear()
+    with poller.at_work():
+        assert polled.wait(10.0)
+    poller.close()
 
 
 def test_slots_are_held_until_a_transfer_has_ended(engine: BadEngine, host: BulkEngineHost):
