@@ -252,10 +252,38 @@ class Arena:
             line.leave()
 
 
+class _Bell:
+    """A descriptor that wakes who waits for it; the other side has it too. It is closed when nobody has it any more.
+
+    So who rings it late never writes to another file that has its number by then.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Takes the descriptor over."""
+        self._fd = fd
+
+    def fileno(self) -> int:
+        """Can be read when it was rung."""
+        return self._fd
+
+    def ring(self) -> None:
+        """Wake who waits."""
+        with suppress(OSError):
+            os.eventfd_write(self._fd, 1)
+
+    def hear(self) -> None:
+        """Take note of all that rang."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
 class _Line:
     """The connection of an arena, its bell, and the thread that listens to both.
 
-    Asked by one thread at a time. The descriptors are closed by the thread, when nothing is mapped any more.
+    Asked by one thread at a time. The connection is closed by the thread, when nothing is mapped any more.
     """
 
     def __init__(self, connected: socket.socket, arena: Arena) -> None:
@@ -271,7 +299,8 @@ class _Line:
         self._is_closed = False
         self._pid = os.getpid()
         try:
-            self.board, self._bell = self._receive_board()
+            self.board, bell = self._receive_board()
+            self._bell: _Bell | None = bell
         except BaseException:
             connected.close()
             raise
@@ -309,15 +338,15 @@ class _Line:
         self._new = []
         self._is_closed = True
         self._socket.close()
-        os.close(self._bell)
+        self._bell = None
 
-    def _receive_board(self) -> tuple[Words, int]:
+    def _receive_board(self) -> tuple[Words, _Bell]:
         header, body, descriptors = receive_frame(self._socket)
         try:
             if header.kind is not wire.Kind.DATA or len(descriptors) != 2:
                 raise wire.WireFormatError(f"an arena begins with {header} and {len(descriptors)} descriptors")
             board = map_board(descriptors[0], frames.decode_board(body))
-            return board, os.dup(descriptors[1])
+            return board, _Bell(os.dup(descriptors[1]))
         finally:
             close_all(descriptors)
 
@@ -366,8 +395,9 @@ class _Line:
             self._ring()
 
     def _ring(self) -> None:
-        with suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        bell = self._bell
+        if bell is not None:
+            bell.ring()
 
     def _take_unmapped(self) -> list[int]:
         unmapped: list[int] = []
@@ -377,15 +407,17 @@ class _Line:
         return unmapped
 
     def _listen(self) -> None:
+        bell = self._bell
+        assert bell is not None, "the thread ends before the line does"
         poller = select.poll()
         poller.register(self._socket, _HANGUP)
-        poller.register(self._bell, select.POLLIN)
+        poller.register(bell, select.POLLIN)
         reason = "the session is over"
         while not self._leaving:
             if any(fd == self._socket.fileno() for fd, _ in poller.poll()):
                 reason = "the server has ended the connection"
                 break
-            self._hear()
+            bell.hear()
             if self._leaving:
                 break
             try:
@@ -397,19 +429,15 @@ class _Line:
                 break
         if not self._leaving:
             self._arena.hung_up(reason)
-        self._wind_up()
+        self._wind_up(bell)
 
-    def _hear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-
-    def _wind_up(self) -> None:
+    def _wind_up(self, bell: _Bell) -> None:
         """Wait until everything is unmapped, tell so, and close. Answers are not waited for."""
         poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
+        poller.register(bell, select.POLLIN)
         while not self._arena.closed_if_idle(self):
             poller.poll()
-            self._hear()
+            bell.hear()
 
     def close_if_idle(self) -> bool:
         """Tell what is unmapped; close, and true, if that is all. Called while nobody asks."""
@@ -423,7 +451,7 @@ class _Line:
         with self._closing:
             self._is_closed = True
             self._socket.close()
-            os.close(self._bell)
+            self._bell = None
         return True
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -280,6 +281,29 @@ def test_what_a_reader_still_looks_at_is_kept_until_it_looks_away(store: Store, 
     assert 1 == store.host_memory().held_extents
     del kept
     wait_until(lambda: store.host_memory().held_extents == 0)
+
+
+def test_a_late_ring_never_writes_to_another_file(served: ServedStore, monkeypatch: pytest.MonkeyPatch):
+    """The last array of a client that was closed goes while its thread ends, and with it the line to the server."""
+    client = kvstore.connect(served.addresses[0])
+    store_prompt(client, OURS, PROMPT)
+    with leased(client).read_in_place() as pieces:
+        shown = list(pieces)
+    del pieces
+    client.close()
+    write = os.eventfd_write
+    rung = []
+
+    def ring(fd: int, value: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            write(fd, value)
+            wait_until(lambda: all(thread.name != "kvstore-arena" for thread in threading.enumerate()))
+            rung.append(os.readlink(f"/proc/self/fd/{fd}"))
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", ring)
+    shown.clear()
+    assert ["anon_inode:[eventfd]"] == rung
 
 
 def test_an_idle_client_gives_memory_back_for_another_namespace_at_its_first_store(
