@@ -52,12 +52,16 @@ class _Leased:
         self._board = board
         self._word = word
         self._lease_id = lease_id
+        self._pid = os.getpid()
         self.reader = reader
 
     @property
     def stands(self) -> bool:
-        """Whether what was read until now is what was leased; see arena_board.py."""
-        return int(self._board[self._word]) == self._lease_id
+        """Whether what was read until now is what was leased; see arena_board.py.
+
+        Not so in the child of a fork, which has neither the blocks nor the board.
+        """
+        return self._pid == os.getpid() and int(self._board[self._word]) == self._lease_id
 
 
 class Arena:
@@ -116,7 +120,8 @@ class Arena:
         yield leased.reader.pieces(request.from_block, count, parts)
         if not leased.stands:
             raise UnavailableError(
-                "the lease has ended while its blocks were read in place; what was read is undefined"
+                "the lease has ended, or this process forked, while its blocks were read in place; what was read is "
+                "undefined"
             )
 
     def end_lease(self, lease_id: int) -> None:

@@ -127,11 +127,15 @@ class RemoteLease:
         was read may be something else. A piece that is kept longer keeps memory from going elsewhere.
         """
         self._open.check()
+        _row_bytes(self._layout, part)
         if from_block < 0:
             raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
         count = max(0, self._blocks - from_block)
         if blocks is not None:
             count = min(count, max(0, blocks))
+        if not count:
+            yield []
+            return
         request = pb.LoadRequest(
             session_id=self._held.session_id, lease_id=self._lease_id, from_block=from_block, blocks=count, part=part
         )

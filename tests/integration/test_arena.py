@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import ClosedError, UnavailableError
+from kvstore.errors import ClosedError, InvalidLayoutError, UnavailableError
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.serving import ServedStore
@@ -29,6 +29,7 @@ from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 MIB = 1 << 20
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8192, dtype="int8", block_tokens=4)  # 64 KiB a block
@@ -320,6 +321,17 @@ def test_an_idle_client_gives_memory_back_for_another_namespace_at_its_first_sto
     assert BLOCKS == verified_blocks(client, OURS, [*range(31_000, 31_000 + len(PROMPT))])
 
 
+def test_a_read_in_place_of_what_there_is_not_is_refused_or_empty_as_a_load_is(client: kvstore.Client):
+    store_prompt(client, OURS, PROMPT)
+    lease = leased(client)
+    for part in (-1, 1):
+        with pytest.raises(InvalidLayoutError, match=f"part is {part}, expected 0..0"), lease.read_in_place(part=part):
+            pass
+    for from_block in (BLOCKS, 2**40):
+        with lease.read_in_place(from_block=from_block) as pieces:
+            assert [] == pieces
+
+
 def test_a_lease_that_ends_during_a_read_in_place_is_an_error(store: Store, client: kvstore.Client):
     store_prompt(client, OURS, PROMPT)
     lease = leased(client)
@@ -494,6 +506,26 @@ def test_a_child_of_a_fork_has_nothing_of_what_its_parent_maps(store: Store, cli
     assert 0 == client.arena.fallbacks
     lease.release()
     wait_until(lambda: store.host_memory().held_extents == 1)
+
+
+def test_a_child_that_leaves_a_read_in_place_is_told_that_it_has_nothing(store: Store, client: kvstore.Client):
+    """Its pieces are not mapped there, and nor is what says whether the lease stands."""
+    store_prompt(client, OURS, PROMPT)
+    reading = leased(client).read_in_place()
+    reading.__enter__()
+    child = os.fork()
+    if not child:
+        os._exit(_leave_in_child(reading))
+    assert (child, 0) == os.waitpid(child, 0)
+    reading.__exit__(None, None, None)
+
+
+def _leave_in_child(reading: AbstractContextManager[object]) -> int:
+    try:
+        reading.__exit__(None, None, None)
+    except UnavailableError:
+        return 0
+    return 1
 
 
 def _use_in_child(client: kvstore.Client) -> int:
