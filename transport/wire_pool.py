@@ -131,6 +131,8 @@ class BulkPool:
         if not self._places.acquire(timeout=max(0.0, ends_at - time.monotonic())):
             raise UnavailableError(f"{CONNECTIONS_MAX} transfers to {self._address} took all of the deadline")
         try:
+            if grip is not None and grip.cancelled:  # nobody waits for a connection to be dialled
+                raise ConnectionAbortedError("the transfer was cancelled")
             with self._peer(ends_at) as peer, nullcontext() if grip is None else grip.on(peer):
                 left_seconds = max(0.001, ends_at - time.monotonic())
                 peer.begin(left_seconds, left_seconds)
