@@ -271,6 +271,8 @@ def check_range(value: int, highest: int, name: str) -> None:
 
 def unicode_text(text: str, name: str) -> str:
     """`text`, if it can be sent."""
+    if not isinstance(text, str):
+        raise InvalidArgumentError(f"{name} is {text!r:.60}, expected a text")
     try:
         text.encode()
     except UnicodeEncodeError as err:

@@ -301,6 +301,9 @@ def test_a_deadline_that_is_none_is_refused(seconds: float):
 def test_text_that_is_not_unicode_is_refused_before_it_is_sent(client: Client):
     with pytest.raises(InvalidArgumentError):
         client.match(BASE, PROMPT, request_id="\ud800")
+    for request_id in (5, b"five"):
+        with pytest.raises(InvalidArgumentError, match=f"request_id is {request_id!r}, expected a text"):
+            client.match(BASE, PROMPT, request_id=request_id)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError):
         client.match(BASE, PROMPT, root=Root(salt="\ud800"))
 
