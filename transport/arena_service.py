@@ -93,6 +93,7 @@ class ArenaConnection:
     """
 
     def __init__(self, lane: WireLane, connected: socket.socket, session: Session, process: PeerProcess) -> None:
+        """Raises OSError where no descriptor is to be had, and leaves both to the caller then."""
         connected.setblocking(False)
         self._lane = lane
         self._socket = connected
@@ -133,7 +134,7 @@ class ArenaConnection:
             while self._lent and not self._process.has_ended:
                 await _readable(self._process.fileno())
         finally:
-            self._close()
+            self.close()
 
     def end(self) -> None:
         """The session is over: the client is to unmap everything and say so. Idempotent."""
@@ -141,7 +142,8 @@ class ArenaConnection:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let go of everything, also of what is mapped; nothing follows it."""
         with self._lock:
             self._is_closed = True
             lent = tuple(self._lent.values())

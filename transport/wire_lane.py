@@ -96,12 +96,10 @@ class WireLane:
         """Take over a connection that said hello, or refuse it by name."""
         hello = wire.decode_client_hello(raw_hello)
         verdict = self._verdict(hello, origin)
-        process: PeerProcess | None = None
+        arena: ArenaConnection | None = None
         if verdict is wire.Verdict.OK and hello.lane == wire.Lane.ARENA:
-            try:
-                process = PeerProcess(connected)
-            except OSError:
-                verdict = wire.Verdict.NO_ARENA
+            arena = self._made_arena(connected, hello.session_id)
+            verdict = wire.Verdict.NO_ARENA if arena is None else verdict
         if verdict is not wire.Verdict.OK:
             self.refuse(verdict.name.lower())
         _prepare(connected)
@@ -109,19 +107,18 @@ class WireLane:
             connected.send(wire.encode_server_hello(verdict, hello, self.state.limits.prompt_bytes_per_session))
         except OSError:
             connected.close()
-            if process is not None:
-                process.close()
+            if arena is not None:
+                arena.close()
             return
         if verdict is not wire.Verdict.OK:
             connected.close()
         elif hello.lane == wire.Lane.CONTROL:
             self._spawn(self._serve_control(connected, origin))
+        elif arena is not None:
+            self._begin_arena(arena, hello.session_id)
         else:
             session = self.state.sessions.find(hello.session_id)
             assert session is not None, "the verdict was OK"
-            if process is not None:
-                self._begin_arena(ArenaConnection(self, connected, session, process), session.session_id)
-                return
             connection = BulkConnection(self, connected, session)
             self._bulks[session.session_id].add(connection)
             self._spawn(self._serve_bulk(connection, session.session_id))
@@ -205,6 +202,20 @@ class WireLane:
             self._bulks[session_id].discard(connection)
             if not self._bulks[session_id]:
                 del self._bulks[session_id]
+
+    def _made_arena(self, connected: socket.socket, session_id: bytes) -> ArenaConnection | None:
+        """What serves an arena connection; None where the system cannot tell who has made it, or has no descriptors."""
+        session = self.state.sessions.find(session_id)
+        assert session is not None, "the verdict was OK"
+        try:
+            process = PeerProcess(connected)
+        except OSError:
+            return None
+        try:
+            return ArenaConnection(self, connected, session, process)
+        except OSError:
+            process.close()
+            return None
 
     def _begin_arena(self, arena: ArenaConnection, session_id: bytes) -> None:
         self._arenas[session_id] = arena

@@ -246,6 +246,22 @@ def test_without_descriptors_to_spare_bytes_travel(client: kvstore.Client, monke
     assert ("", 0, 1) == (client.arena.off, client.arena.loaded_bytes, client.arena.fallbacks)
 
 
+def test_a_server_without_descriptors_to_spare_sends_bytes_and_keeps_none(
+    served: ServedStore, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "eventfd", refuse)
+    for _ in range(3):
+        with kvstore.connect(served.addresses[0]) as client:
+            store_prompt(client, OURS, PROMPT)
+            np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(leased(client)))
+            assert "gives its memory to nobody" in client.arena.off
+    links = (os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+    assert 0 == sum("pidfd" in link for link in links)
+
+
 def test_an_event_loop_reads_in_place_too(client: kvstore.Client, served: ServedStore):
     store_prompt(client, OURS, PROMPT)
 
