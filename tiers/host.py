@@ -304,11 +304,12 @@ class HostPool:
         return tuple(_place_of(slot_range, extent) for slot_range, extent in self._table.extents)
 
     def extents_of(self, slots: Slots) -> tuple[ExtentPlace, ...]:
-        """The extents that hold `slots`, which are held by the caller, by slot number."""
+        """The extents that hold `slots`, by slot number; of slots that nobody holds it says nothing of use."""
         wanted = np.unique(np.asarray(slots, dtype=np.int64))
         table = self._table
         firsts = np.array([item.first for item in table.holders.ranges], dtype=np.int64)
-        numbers = np.unique(np.searchsorted(firsts, wanted, side="right") - 1) if wanted.size else ()
+        numbers = np.unique(np.searchsorted(firsts, wanted, side="right") - 1)
+        numbers = numbers[numbers >= 0]
         return tuple(_place_of(table.holders.ranges[number], table.holders.holders[number]) for number in numbers)
 
     def place(self, slot: int, part: int) -> SlotPlace:

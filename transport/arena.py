@@ -206,11 +206,14 @@ class Arena:
         return line
 
     def _ask(self, line: _Line, lease_id: int, part: int | None, ends_at: float) -> _Leased | None:
-        placed = line.place(lease_id, part, ends_at)
-        new = line.take_new()
+        try:
+            placed = line.place(lease_id, part, ends_at)
+        finally:  # what came before an error is mapped, too
+            new = line.take_new()
+            with self._lock:
+                if not self._off:
+                    self._mappings.update((mapping.lent.mapping_id, mapping) for mapping in new)
         with self._lock:
-            if not self._off:
-                self._mappings.update((mapping.lent.mapping_id, mapping) for mapping in new)
             found = [self._mappings[number] for number in placed.mapping_ids if number in self._mappings]
         if len(found) < len(placed.mapping_ids) or not placed.slots.size:
             return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import grpc
 import numpy as np
 
-from kvstore.errors import InvalidArgumentError, KvstoreError, NoSpaceError
+from kvstore.errors import ClosedError, InvalidArgumentError, KvstoreError, NoSpaceError
 from kvstore.transport import arena_frames as frames
 from kvstore.transport import wire
 from kvstore.transport.arena_board import Board
@@ -265,6 +265,7 @@ class ArenaConnection:
                     slots = slots[: _first_in(extent, slots)]
                 else:
                     mapping_ids.append(mapping_id)
+            self._require_word(lease_id)
             return Placed(word, tuple(mapping_ids), slots)
 
     def _word(self, lease_id: int, lease: Placer) -> int:
@@ -284,6 +285,12 @@ class ArenaConnection:
             self._on_lease_end(self._board, lease_id, word)
             raise
         return word
+
+    def _require_word(self, lease_id: int) -> None:
+        """Raises ClosedError for a lease that has ended while its places were looked up: they may be others' by now."""
+        with self._lock:
+            if lease_id not in self._words:
+                raise ClosedError(f"lease {lease_id} has ended")
 
     def _on_lease_end(self, board: Board, lease_id: int, word: int) -> None:
         board.clear(word)

@@ -23,6 +23,7 @@ from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.extent import ExtentHold
+from kvstore.tiers.host import HostPool
 from kvstore.transport import arena, arena_frames
 from kvstore.transport.arena_memory import Reader
 from kvstore.types import KvLayout, Namespace
@@ -30,6 +31,9 @@ from kvstore.types import KvLayout, Namespace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+
+    from kvstore.tiers.host import ExtentPlace
+    from kvstore.types import Slots
 
 MIB = 1 << 20
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8192, dtype="int8", block_tokens=4)  # 64 KiB a block
@@ -360,6 +364,30 @@ def test_a_lease_that_ends_during_a_read_in_place_is_an_error(store: Store, clie
         reading.__exit__(None, None, None)
     with lease.read_in_place() as pieces:
         assert [] == pieces
+
+
+def test_a_lease_that_ends_while_its_places_are_looked_up_loads_nothing_and_the_next_is_read_in_place(
+    store: Store, client: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+):
+    """Its extents are gone by then, or hold others' blocks."""
+    store_prompt(client, OURS, PROMPT)
+    lease = leased(client)
+    extents_of = HostPool.extents_of
+
+    def end_lease(pool: HostPool, slots: Slots) -> tuple[ExtentPlace, ...]:
+        monkeypatch.undo()
+        lease.release()
+        assert BLOCKS == store.evict(OURS, PROMPT)
+        assert all(pool.give_back(extent) for extent in pool.ranges())
+        return extents_of(pool, slots)
+
+    monkeypatch.setattr(HostPool, "extents_of", end_lease)
+    with pytest.raises(ClosedError):
+        load(lease)
+    store_prompt(client, OURS, PROMPT)
+    before = client.arena.loaded_bytes
+    np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(leased(client)))
+    assert ("", BLOCKS * LAYOUT.block_bytes) == (client.arena.off, client.arena.loaded_bytes - before)
 
 
 def test_a_lease_that_ends_during_a_copy_loads_nothing(
