@@ -175,6 +175,9 @@ class Arena:
         except TimeoutError:
             self.late(self._line)
             return None
+        except KeyboardInterrupt:
+            self.late(self._line)  # an answer is under way that nobody will take
+            raise
         except KvstoreError:
             if self._line is None:  # no answer yet, as yet
                 self._retry_at = time.monotonic() + _RETRY_SECONDS
@@ -246,7 +249,7 @@ class Arena:
         self._turn_off(reason)
 
     def late(self, line: _Line | None) -> None:
-        """The server does not answer on a line: let go of all there is, and begin anew some other time."""
+        """No answer was taken from a line: let go of all there is, and begin anew some other time."""
         self._retry_at = time.monotonic() + _RETRY_SECONDS
         with self._lock:
             if self._line is not line:

@@ -60,7 +60,9 @@ class StoreLease:
         self._forget = forget
         self._lock = threading.Lock()
         self._open = True
-        self._endings: list[Callable[[], None]] = []  # guarded by _lock
+        # Guarded by _lock: who is told of the end; and by part, leading blocks that were counted as read in place.
+        self._endings: list[Callable[[], None]] = []
+        self._placed: dict[int | None, int] = {}
         self.expires_at = index.clock.monotonic() + index.settings.lease_seconds_max
 
     @property
@@ -115,7 +117,7 @@ class StoreLease:
             freed.settle()
 
     def places(self, *, part: int | None) -> LeasedPlaces:
-        """Where leading blocks lie in host memory, for who reads them there; counts them as loaded, by `part`.
+        """Where leading blocks lie in host memory, for who reads them there; counts each as loaded once, by `part`.
 
         They are right as long as the lease has not ended; see `watch`. Raises ClosedError if it has.
         """
@@ -123,10 +125,12 @@ class StoreLease:
             self._check_open()
             with self._index.lock:
                 slots = self._space.tree.slots(self._ids, Tier.HOST)
-        slots = slots[: leading(slots != NO_SLOT)]
+            slots = slots[: leading(slots != NO_SLOT)]
+            new_blocks = max(0, int(slots.size) - self._placed.get(part, 0))
+            self._placed[part] = int(slots.size)
         layout = self._space.layout
         row_bytes = layout.block_bytes if part is None else layout.part_bytes(part)
-        self._count_loaded(Tier.HOST, int(slots.size), int(slots.size) * row_bytes)
+        self._count_loaded(Tier.HOST, new_blocks, new_blocks * row_bytes)
         return LeasedPlaces(self._space.host, slots)
 
     def watch(self, ended: Callable[[], None]) -> None:

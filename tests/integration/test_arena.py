@@ -26,7 +26,7 @@ from kvstore.tiers.extent import ExtentHold
 from kvstore.tiers.host import HostPool
 from kvstore.transport import arena, arena_frames
 from kvstore.transport.arena_memory import Reader
-from kvstore.types import KvLayout, Namespace
+from kvstore.types import KvLayout, Namespace, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -217,6 +217,28 @@ def test_blocks_that_lie_on_disk_alone_come_behind_those_in_memory(tmp_path: Pat
             assert 20 == verified_blocks(client, OURS, prompt)
         assert 0 < client.arena.loaded_bytes < 120 * LAYOUT.block_bytes
         assert client.arena.fallbacks
+
+
+def test_a_lease_that_is_read_piece_by_piece_counts_each_block_as_loaded_once(tmp_path: Path):
+    """Also where its end lies on disk, so that each piece from there asks whether more has come into memory."""
+    with (
+        kvstore.open(tmp_path / "data", host_bytes=4 * MIB, disk_bytes=64 * MIB) as store,
+        ServedStore(store, [f"unix://{tmp_path}/s"]) as served,
+        kvstore.connect(served.addresses[0]) as client,
+    ):
+        prompt = [*range(240)]
+        store_prompt(client, OURS, prompt)
+        store.flush()
+        store_prompt(client, OURS, [7, *prompt[:96]])
+        match = client.match(OURS, prompt)
+        assert [Tier.HOST, Tier.DISK] == [run.tier for run in match.runs]
+        before = store.stats().loaded_tokens
+        rows = np.zeros((4, LAYOUT.block_bytes), np.uint8)
+        with client.lease(match) as lease:
+            for first in range(0, 60, 4):
+                assert 4 == lease.load_into(rows, from_block=first).blocks
+        after = store.stats().loaded_tokens
+    assert 240 == sum(after.values()) - sum(before.values())
 
 
 def spanning(client: kvstore.Client) -> np.ndarray:
@@ -493,6 +515,27 @@ def test_a_killed_server_leaves_its_client_with_misses_and_without_its_memory(
         before = client.arena.loaded_bytes
         np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(leased(client)))
         assert BLOCKS * LAYOUT.block_bytes == client.arena.loaded_bytes - before
+
+
+def test_an_interrupt_while_the_server_is_asked_costs_a_while_and_not_the_session(
+    client: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+):
+    """The answer that nobody took would be taken for the next one's."""
+    monkeypatch.setattr(arena, "_RETRY_SECONDS", 0.0)
+    store_prompt(client, OURS, PROMPT)
+    load(leased(client))
+    receive_frame = arena.receive_frame
+
+    def interrupt(_: object) -> None:
+        monkeypatch.setattr(arena, "receive_frame", receive_frame)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arena, "receive_frame", interrupt)
+    lease = leased(client)
+    with pytest.raises(KeyboardInterrupt):
+        load(lease)
+    wait_until(lambda: load(lease) is not None and bool(client.arena.extents))
+    assert "" == client.arena.off
 
 
 @pytest.mark.kill
