@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,11 @@ from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
 from kvstore.testing.serving import ServedStore
 from kvstore.transport import wire
+from kvstore.transport.address import parse_address
 from kvstore.transport.limits import ServiceLimits
+from kvstore.transport.link import Lookup
+from kvstore.transport.lookup_frames import LookupWriter
+from kvstore.transport.wire_link import WireLink
 from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = Namespace(model="model", revision="revision", layout=LAYOUT)
 ANSWER_SECONDS = 10.0
+LOOKUPS_AHEAD = 500
 
 CLIENT_PROGRAM = """
 import sys, kvstore
@@ -139,6 +145,38 @@ def test_a_client_goes_on_after_the_server_was_restarted_but_its_leases_do_not(s
             lease.release()
             stage.abort()
             assert ("wire", 0, 0) == (client.status().lane, client.stats().leases, client.stats().stages)
+
+
+def test_lookups_that_are_sent_ahead_leave_the_loop_to_others_every_now_and_then(
+    store: kvstore.KvStore, served: ServedStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 64 KiB of short lookups that were received at once, the others would wait for the last one."""
+    answered_at: list[int] = []
+    steps = [0]
+    match = store.match
+
+    def answer(*arguments: Any, **named: Any) -> Any:
+        answered_at.append(steps[0])
+        return match(*arguments, **named)
+
+    def step() -> None:
+        steps[0] += 1
+        if len(answered_at) < 1 + LOOKUPS_AHEAD:
+            served._loop.call_soon(step)
+
+    monkeypatch.setattr(store, "match", answer)
+    ends_at = time.monotonic() + 10.0
+    link = WireLink(parse_address(served.addresses[0]), ends_at)
+    link.match(Lookup(NAMESPACE, None, np.arange(4, dtype=np.uint32), False, ""), ends_at)
+    writer = LookupWriter(
+        link.session.session_id, link._prompt_head(link.ns_id(NAMESPACE, ends_at), None), peek=False, request_id=""
+    )
+    served._loop.call_soon_threadsafe(step)
+    ahead = b"".join(writer.whole(1000 + number, 0, bytes(16)) for number in range(LOOKUPS_AHEAD))
+    link._exchange._socket.sendall(ahead)
+    wait_until(lambda: len(answered_at) == 1 + LOOKUPS_AHEAD)
+    assert 32 >= max(Counter(answered_at[1:]).values())
+    link.close()
 
 
 @pytest.mark.kill
