@@ -297,6 +297,9 @@ class ArenaConnection:
         with self._lock:
             del self._words[lease_id]
             board.give_back(word)
+            # What was wanted back while the lease stood was kept for it; the client is to look again.
+            if not self._is_closed and any(lent.recalled_at is not None for lent in self._lent.values()):
+                self._ring()
 
     def _lend(self, pool: HostPool, place: ExtentPlace, lent: list[LentExtent], descriptors: list[int]) -> int | None:
         """The mapping of an extent, with a new descriptor if the client has none; None where it cannot have it."""
@@ -346,8 +349,11 @@ class ArenaConnection:
             lent = self._lent.get(mapping_id)
             if lent is not None:
                 lent.recalled_at = time.monotonic()
-            with suppress(OSError):  # a client can fill its own bell, and then hears nothing
-                os.eventfd_write(self._bell, 1)
+            self._ring()
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # a client can fill its own bell, and then hears nothing
+            os.eventfd_write(self._bell, 1)
 
     def _forget(self, extent_id: int, mapping_id: int) -> None:
         if self._known.get(extent_id) == mapping_id:

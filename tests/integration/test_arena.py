@@ -388,6 +388,24 @@ def test_a_lease_that_ends_during_a_read_in_place_is_an_error(store: Store, clie
         assert [] == pieces
 
 
+def test_what_is_wanted_back_while_a_lease_stands_comes_back_when_its_time_is_over(tmp_path: Path):
+    """Nobody releases it, and nobody calls: the client is told."""
+    settings = StoreSettings(lease_seconds_max=0.5)
+    with (
+        open_store(host_bytes=HOST_BYTES, settings=settings) as store,
+        ServedStore(store, [f"unix://{tmp_path}/s"]) as served,
+        kvstore.connect(served.addresses[0]) as client,
+    ):
+        store_prompt(client, OURS, PROMPT)
+        lease = leased(client)
+        load(lease)
+        (pool,) = store._index.host._pools.values()
+        assert all(pool.is_kept(extent) for extent in pool.ranges())
+        wait_until(lambda: not store.stats().leases)
+        wait_until(lambda: not store._index.host.memory().held_extents)
+        assert 0 == client.arena.extents
+
+
 def test_a_lease_that_ends_while_its_places_are_looked_up_loads_nothing_and_the_next_is_read_in_place(
     store: Store, client: kvstore.Client, monkeypatch: pytest.MonkeyPatch
 ):
