@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,22 +17,17 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import ClosedError, InvalidLayoutError, UnavailableError
+from kvstore.errors import ClosedError, UnavailableError
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.extent import ExtentHold
-from kvstore.tiers.host import HostPool
 from kvstore.transport import arena, arena_frames
 from kvstore.transport.arena_memory import Reader
-from kvstore.types import KvLayout, Namespace, Tier
+from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from kvstore.tiers.host import ExtentPlace
-    from kvstore.types import Slots
 
 MIB = 1 << 20
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8192, dtype="int8", block_tokens=4)  # 64 KiB a block
@@ -219,28 +213,6 @@ def test_blocks_that_lie_on_disk_alone_come_behind_those_in_memory(tmp_path: Pat
         assert client.arena.fallbacks
 
 
-def test_a_lease_that_is_read_piece_by_piece_counts_each_block_as_loaded_once(tmp_path: Path):
-    """Also where its end lies on disk, so that each piece from there asks whether more has come into memory."""
-    with (
-        kvstore.open(tmp_path / "data", host_bytes=4 * MIB, disk_bytes=64 * MIB) as store,
-        ServedStore(store, [f"unix://{tmp_path}/s"]) as served,
-        kvstore.connect(served.addresses[0]) as client,
-    ):
-        prompt = [*range(240)]
-        store_prompt(client, OURS, prompt)
-        store.flush()
-        store_prompt(client, OURS, [7, *prompt[:96]])
-        match = client.match(OURS, prompt)
-        assert [Tier.HOST, Tier.DISK] == [run.tier for run in match.runs]
-        before = store.stats().loaded_tokens
-        rows = np.zeros((4, LAYOUT.block_bytes), np.uint8)
-        with client.lease(match) as lease:
-            for first in range(0, 60, 4):
-                assert 4 == lease.load_into(rows, from_block=first).blocks
-        after = store.stats().loaded_tokens
-    assert 240 == sum(after.values()) - sum(before.values())
-
-
 def spanning(client: kvstore.Client) -> np.ndarray:
     """Store and load a prompt that takes up all four extents."""
     prompt = list(range(HOST_BYTES // LAYOUT.block_bytes * LAYOUT.block_tokens))
@@ -270,22 +242,6 @@ def test_without_descriptors_to_spare_bytes_travel(client: kvstore.Client, monke
     store_prompt(client, OURS, PROMPT)
     assert BLOCKS == verified_blocks(client, OURS, PROMPT)
     assert ("", 0, 1) == (client.arena.off, client.arena.loaded_bytes, client.arena.fallbacks)
-
-
-def test_a_server_without_descriptors_to_spare_sends_bytes_and_keeps_none(
-    served: ServedStore, monkeypatch: pytest.MonkeyPatch
-):
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "eventfd", refuse)
-    for _ in range(3):
-        with kvstore.connect(served.addresses[0]) as client:
-            store_prompt(client, OURS, PROMPT)
-            np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(leased(client)))
-            assert "gives its memory to nobody" in client.arena.off
-    links = (os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
-    assert 0 == sum("pidfd" in link for link in links)
 
 
 def test_an_event_loop_reads_in_place_too(client: kvstore.Client, served: ServedStore):
@@ -326,29 +282,6 @@ def test_what_a_reader_still_looks_at_is_kept_until_it_looks_away(store: Store, 
     wait_until(lambda: store.host_memory().held_extents == 0)
 
 
-def test_a_late_ring_never_writes_to_another_file(served: ServedStore, monkeypatch: pytest.MonkeyPatch):
-    """The last array of a client that was closed goes while its thread ends, and with it the line to the server."""
-    client = kvstore.connect(served.addresses[0])
-    store_prompt(client, OURS, PROMPT)
-    with leased(client).read_in_place() as pieces:
-        shown = list(pieces)
-    del pieces
-    client.close()
-    write = os.eventfd_write
-    rung = []
-
-    def ring(fd: int, value: int) -> None:
-        if threading.current_thread() is threading.main_thread():
-            write(fd, value)
-            wait_until(lambda: all(thread.name != "kvstore-arena" for thread in threading.enumerate()))
-            rung.append(os.readlink(f"/proc/self/fd/{fd}"))
-        write(fd, value)
-
-    monkeypatch.setattr(os, "eventfd_write", ring)
-    shown.clear()
-    assert ["anon_inode:[eventfd]"] == rung
-
-
 def test_an_idle_client_gives_memory_back_for_another_namespace_at_its_first_store(
     store: Store, client: kvstore.Client
 ):
@@ -363,17 +296,6 @@ def test_an_idle_client_gives_memory_back_for_another_namespace_at_its_first_sto
     assert BLOCKS == verified_blocks(client, OURS, [*range(31_000, 31_000 + len(PROMPT))])
 
 
-def test_a_read_in_place_of_what_there_is_not_is_refused_or_empty_as_a_load_is(client: kvstore.Client):
-    store_prompt(client, OURS, PROMPT)
-    lease = leased(client)
-    for part in (-1, 1):
-        with pytest.raises(InvalidLayoutError, match=f"part is {part}, expected 0..0"), lease.read_in_place(part=part):
-            pass
-    for from_block in (BLOCKS, 2**40):
-        with lease.read_in_place(from_block=from_block) as pieces:
-            assert [] == pieces
-
-
 def test_a_lease_that_ends_during_a_read_in_place_is_an_error(store: Store, client: kvstore.Client):
     store_prompt(client, OURS, PROMPT)
     lease = leased(client)
@@ -386,48 +308,6 @@ def test_a_lease_that_ends_during_a_read_in_place_is_an_error(store: Store, clie
         reading.__exit__(None, None, None)
     with lease.read_in_place() as pieces:
         assert [] == pieces
-
-
-def test_what_is_wanted_back_while_a_lease_stands_comes_back_when_its_time_is_over(tmp_path: Path):
-    """Nobody releases it, and nobody calls: the client is told."""
-    settings = StoreSettings(lease_seconds_max=0.5)
-    with (
-        open_store(host_bytes=HOST_BYTES, settings=settings) as store,
-        ServedStore(store, [f"unix://{tmp_path}/s"]) as served,
-        kvstore.connect(served.addresses[0]) as client,
-    ):
-        store_prompt(client, OURS, PROMPT)
-        lease = leased(client)
-        load(lease)
-        (pool,) = store._index.host._pools.values()
-        assert all(pool.is_kept(extent) for extent in pool.ranges())
-        wait_until(lambda: not store.stats().leases)
-        wait_until(lambda: not store._index.host.memory().held_extents)
-        assert 0 == client.arena.extents
-
-
-def test_a_lease_that_ends_while_its_places_are_looked_up_loads_nothing_and_the_next_is_read_in_place(
-    store: Store, client: kvstore.Client, monkeypatch: pytest.MonkeyPatch
-):
-    """Its extents are gone by then, or hold others' blocks."""
-    store_prompt(client, OURS, PROMPT)
-    lease = leased(client)
-    extents_of = HostPool.extents_of
-
-    def end_lease(pool: HostPool, slots: Slots) -> tuple[ExtentPlace, ...]:
-        monkeypatch.undo()
-        lease.release()
-        assert BLOCKS == store.evict(OURS, PROMPT)
-        assert all(pool.give_back(extent) for extent in pool.ranges())
-        return extents_of(pool, slots)
-
-    monkeypatch.setattr(HostPool, "extents_of", end_lease)
-    with pytest.raises(ClosedError):
-        load(lease)
-    store_prompt(client, OURS, PROMPT)
-    before = client.arena.loaded_bytes
-    np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(leased(client)))
-    assert ("", BLOCKS * LAYOUT.block_bytes) == (client.arena.off, client.arena.loaded_bytes - before)
 
 
 def test_a_lease_that_ends_during_a_copy_loads_nothing(
@@ -535,27 +415,6 @@ def test_a_killed_server_leaves_its_client_with_misses_and_without_its_memory(
         assert BLOCKS * LAYOUT.block_bytes == client.arena.loaded_bytes - before
 
 
-def test_an_interrupt_while_the_server_is_asked_costs_a_while_and_not_the_session(
-    client: kvstore.Client, monkeypatch: pytest.MonkeyPatch
-):
-    """The answer that nobody took would be taken for the next one's."""
-    monkeypatch.setattr(arena, "_RETRY_SECONDS", 0.0)
-    store_prompt(client, OURS, PROMPT)
-    load(leased(client))
-    receive_frame = arena.receive_frame
-
-    def interrupt(_: object) -> None:
-        monkeypatch.setattr(arena, "receive_frame", receive_frame)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(arena, "receive_frame", interrupt)
-    lease = leased(client)
-    with pytest.raises(KeyboardInterrupt):
-        load(lease)
-    wait_until(lambda: load(lease) is not None and bool(client.arena.extents))
-    assert "" == client.arena.off
-
-
 @pytest.mark.kill
 def test_a_stopped_server_does_not_keep_a_client_from_what_it_has_leased(
     start_process: Callable[..., subprocess.Popen[str]], tmp_path: Path
@@ -611,26 +470,6 @@ def test_a_child_of_a_fork_has_nothing_of_what_its_parent_maps(store: Store, cli
     assert 0 == client.arena.fallbacks
     lease.release()
     wait_until(lambda: store.host_memory().held_extents == 1)
-
-
-def test_a_child_that_leaves_a_read_in_place_is_told_that_it_has_nothing(store: Store, client: kvstore.Client):
-    """Its pieces are not mapped there, and nor is what says whether the lease stands."""
-    store_prompt(client, OURS, PROMPT)
-    reading = leased(client).read_in_place()
-    reading.__enter__()
-    child = os.fork()
-    if not child:
-        os._exit(_leave_in_child(reading))
-    assert (child, 0) == os.waitpid(child, 0)
-    reading.__exit__(None, None, None)
-
-
-def _leave_in_child(reading: AbstractContextManager[object]) -> int:
-    try:
-        reading.__exit__(None, None, None)
-    except UnavailableError:
-        return 0
-    return 1
 
 
 def _use_in_child(client: kvstore.Client) -> int:
