@@ -7,11 +7,13 @@ rules of room.py; a piece of a state is worth what its state is used.
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.store.disk_writes import write_blocks
 from kvstore.store.placement import REUSED_USES, DiskAdmission, StoreRequest, admit_host, leading
 from kvstore.types import Tier
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from kvstore.store.space import Space
     from kvstore.store.sparse import FreedSparse
     from kvstore.store.states import StateTable, StoredState
-    from kvstore.tiers.base import SlotRange
+    from kvstore.tiers.base import BlockIdentity, SlotRange
     from kvstore.types import Slots
 
 _BATCH_BYTES = 64 << 20
@@ -244,10 +246,17 @@ class StateMover:
             batch = on_host[first : first + step]
             sources = [space.host.views(int(slot)) for slot in batch]
             identities = records.identities(state, range(first, first + batch.size))
-            if not space.disk.write(slots[first : first + batch.size], identities, sources).all():
+            if not self._write_batch(space, slots[first : first + batch.size], identities, sources):
                 return False
         identities = records.identities(state, range(on_host.size, slots.size))
-        return bool(space.disk.write(slots[on_host.size :], identities, [(row,) for row in path_rows]).all())
+        return self._write_batch(space, slots[on_host.size :], identities, [(row,) for row in path_rows])
+
+    def _write_batch(
+        self, space: Space, slots: Slots, identities: list[BlockIdentity], sources: list[tuple[NDArray[np.uint8], ...]]
+    ) -> bool:
+        assert space.disk is not None, "only what has a pool is written"
+        free_some = partial(self._room.free_disk, space)
+        return bool(write_blocks(space.disk, slots, (identities, sources), free_some).all())
 
     def _fill(self, space: Space, state: StoredState, slots: Slots) -> bool:
         """Read a held state from disk into host slots, in place; false, and it is dropped, where it is not right."""
