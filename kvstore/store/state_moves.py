@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 64 << 20
 _BUFFER_BYTES = 16 << 20
+_LARGE_SHARE = 4  # of host memory: for smaller states nothing is reckoned up
 _EMPTY_EXTENTS = 4  # that many extents' worth of free slots among used ones say that none will be empty soon
 
 
@@ -52,7 +53,7 @@ class StateMover:
         request = StoreRequest(count, space.layout.block_bytes, present=shared_tokens)
         limit_bytes = space.quota.host_max
         most_bytes = self._index.host.capacity_bytes if limit_bytes is None else limit_bytes
-        if size_bytes > most_bytes:
+        if size_bytes > most_bytes - self._held_bytes(space, size_bytes, most_bytes):
             return np.empty(0, dtype=np.uint32), "host_full" if limit_bytes is None else "quota"
         with self._index.lock:
             if admit_host(request, space.budget.left(self._index.clock.monotonic())) < count:
@@ -177,6 +178,17 @@ class StateMover:
         """Let go of states; the index lock must be held, and the caller gives the slots back."""
         space.announce_states(states, None, is_last_copy=True)
         return _table(space).forget(states)
+
+    def _held_bytes(self, space: Space, size_bytes: int, most_bytes: int) -> int:
+        """Host memory, within a limit, that held states keep from one of so many bytes; only of large ones it matters.
+
+        At its own limit the namespace has what it holds itself to reckon with, else what all hold.
+        """
+        if size_bytes <= most_bytes // _LARGE_SHARE:
+            return 0
+        with self._index.lock:
+            spaces = [space] if space.quota.host_max is not None else self._index.spaces()
+            return sum(other.states.held_bytes(Tier.HOST) for other in spaces if other.states is not None)
 
     def _leave(self, space: Space, tier: Tier, state: StoredState) -> bool:
         """Have a state that was taken leave a tier, host memory for the disk; true if slots came free."""
