@@ -112,7 +112,7 @@ class StateCalls:
         """
         path = path_of(prompt)
         with self._index.lock:
-            states = _table(space).below(root_key, path)
+            states = _table(space).below(root_key, path) if path else []
             for state in states if seconds is None else ():
                 _table(space).retire(state)
         return int(prompt.size) if states else 0
