@@ -174,4 +174,4 @@ def test_a_tier_that_is_much_smaller_after_a_restart_is_rehearsed_with_a_sample_
     looked_up, _, expected = fresh.tree.rehearsed(Tier.DISK)
     actual_looked_up, _, actual = small.tree.rehearsed(Tier.DISK)
     assert looked_up == actual_looked_up
-    assert [pytest.approx(found, rel=0.1) for _, found in expected] == [found for _, found in actual]
+    assert [pytest.approx(found, rel=0.3) for _, found in expected] == [found for _, found in actual]
