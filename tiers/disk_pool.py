@@ -70,6 +70,7 @@ class DiskPool:
     def __init__(self, ns_id: bytes, geometry: SlotGeometry, generation: int, services: DiskServices) -> None:
         self.generation = generation
         self.bytes_max: int | None = None  # of all slabs; those that are there already stay
+        self.unfitting_blocks = 0  # that found no slot of their size, since the start
         self._ns_id = ns_id
         self._geometry = geometry
         self._services = services
@@ -436,7 +437,10 @@ class DiskPool:
             if unused:
                 self.free(as_slots(sorted(unused)))
         if not fitting.all():
-            self._services.faults.add(DiskFault.NO_SLOT_OF_SIZE, int((~fitting).sum()))
+            unfitting_count = int((~fitting).sum())
+            self._services.faults.add(DiskFault.NO_SLOT_OF_SIZE, unfitting_count)
+            with self._lock:
+                self.unfitting_blocks += unfitting_count
         return fitting
 
     def _take_more(self, kind: int, count: int, more: list[tuple[int, int]]) -> None:

@@ -108,6 +108,16 @@ class PersistentPool(Pool, Protocol):
         ...
 
 
+@runtime_checkable
+class SizingPool(Protocol):
+    """What a PersistentPool has besides whose blocks differ in size."""
+
+    @property
+    def unfitting_blocks(self) -> int:
+        """Blocks for which write() had no slot large enough, since the start: room for them may be made."""
+        ...
+
+
 class PolicyStorage(Protocol):
     """A small file for each namespace, of what the eviction policy knew."""
 

@@ -70,13 +70,17 @@ def coding(rules: Sequence[CodecRule], namespace: Namespace, group: int | None =
 def part_forms(layout: KvLayout, group: int | None) -> tuple[PartForm, ...]:
     """What the bytes of each part of a group are: opaque for states, of which only their maker knows the types.
 
+    Opaque are, too, the pieces of sequence states, among which are the tokens of their paths, and marks: no codec may
+    change a bit of these, whatever `dtype` the layout names.
+
     A channel is one place of `head_dim` of one head in one layer. The elements of one channel can be told apart where
     nothing but heads and places lies inside of the tokens, as in "LKHTD" and "LKTHD"; with another order of axes the
     type of the elements is known, and no more.
     """
     described = layout if group is None else layout.groups[group]
     count = len(layout.group_sizes(group))
-    if isinstance(described, Recurrent):
+    is_marked = group is None and not layout.layers
+    if layout.state is not None or is_marked or isinstance(described, Recurrent):
         return (OPAQUE,) * count
     heads = 1
     if described.kv_form != KvForm.LATENT:

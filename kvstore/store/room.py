@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from kvstore.radix.tree import NO_SLOT
 from kvstore.store.demotion import demotion
+from kvstore.store.disk_writes import write_blocks
 from kvstore.store.moving import is_movable, move_out
 from kvstore.store.placement import (
     DiskAdmission,
@@ -301,7 +303,7 @@ class RoomMaker:
                 identities = space.identities(ids)
                 host_slots = space.tree.slots(ids, Tier.HOST)
             sources = [space.host.views(int(slot)) for slot in host_slots]
-            written = space.disk.write(slots, identities, sources)
+            written = write_blocks(space.disk, slots, (identities, sources), partial(self.free_disk, space))
             with self._index.lock:
                 placed[written] = space.tree.place(ids[written], Tier.DISK, slots[written])
                 self._index.accounting.written_bytes += int(placed.sum()) * space.layout.block_bytes
@@ -319,10 +321,10 @@ class RoomMaker:
             return _EMPTY
         slots = space.disk.allocate(count)
         self._disk_is_full = bool(slots.size < count)
-        return _allocate_with(space.disk, count, slots, lambda rest: self._free_disk(space, rest))
+        return _allocate_with(space.disk, count, slots, lambda rest: self.free_disk(space, rest))
 
-    def _free_disk(self, space: Space, wanted: int) -> bool:
-        """Let some blocks leave the disk; false if none could."""
+    def free_disk(self, space: Space, wanted: int) -> bool:
+        """Let some blocks leave the disk; false if none could. `lock` must be held."""
         others = [pool for other in self._index.spaces() for pool in other.pools(Tier.DISK) if pool is not space.disk]
         if space.disk is not None and not space.disk.at_limit and (_give_back_idle(others) or self._drop_unclaimed()):
             return True

@@ -9,10 +9,12 @@ part for which there is no room is not stored, and a match is shorter for it; no
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.store.disk_writes import write_blocks
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -253,7 +255,12 @@ class SparseMover:
         placed = np.zeros(slots.size, dtype=np.bool_)
         try:
             sources = [group.host.views(block.slots[Tier.HOST]) for block in blocks]
-            written = group.disk.write(slots, [block.identity for block in blocks], sources)
+            written = write_blocks(
+                group.disk,
+                slots,
+                ([block.identity for block in blocks], sources),
+                partial(self._free, space, group, Tier.DISK),
+            )
             with self._index.lock:
                 for index in np.flatnonzero(written):
                     placed[index] = group.place(blocks[index], Tier.DISK, int(slots[index]))

@@ -112,7 +112,7 @@ class StateCalls:
         """
         path = path_of(prompt)
         with self._index.lock:
-            states = _table(space).below(root_key, path)
+            states = _table(space).below(root_key, path) if path else []
             for state in states if seconds is None else ():
                 _table(space).retire(state)
         return int(prompt.size) if states else 0
@@ -120,7 +120,7 @@ class StateCalls:
     def evict(self, space: Space, root_key: bytes, prompt: TokenArray, from_token: int) -> int:
         """Drop the states that have more than `from_token` tokens of a prompt and that nobody holds; how many."""
         path = path_of(prompt[: from_token + 1])
-        with self._index.lock:
+        with self._room.lock, self._index.lock:  # what is being copied is held, and would stay
             found = _table(space).below(root_key, path) if prompt.size > from_token else []
             gone = [state for state in found if not state.holds]
             freed = self._room.states.forget(space, gone)

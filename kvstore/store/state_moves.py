@@ -7,11 +7,13 @@ rules of room.py; a piece of a state is worth what its state is used.
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.store.disk_writes import write_blocks
 from kvstore.store.placement import REUSED_USES, DiskAdmission, StoreRequest, admit_host, leading
 from kvstore.types import Tier
 
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
     from kvstore.store.space import Space
     from kvstore.store.sparse import FreedSparse
     from kvstore.store.states import StateTable, StoredState
-    from kvstore.tiers.base import SlotRange
+    from kvstore.tiers.base import BlockIdentity, SlotRange
     from kvstore.types import Slots
 
 _BATCH_BYTES = 64 << 20
 _BUFFER_BYTES = 16 << 20
+_LARGE_SHARE = 4  # of host memory: for smaller states nothing is reckoned up
 _EMPTY_EXTENTS = 4  # that many extents' worth of free slots among used ones say that none will be empty soon
 
 
@@ -50,7 +53,7 @@ class StateMover:
         request = StoreRequest(count, space.layout.block_bytes, present=shared_tokens)
         limit_bytes = space.quota.host_max
         most_bytes = self._index.host.capacity_bytes if limit_bytes is None else limit_bytes
-        if size_bytes > most_bytes:
+        if size_bytes > most_bytes - self._held_bytes(space, size_bytes, most_bytes):
             return np.empty(0, dtype=np.uint32), "host_full" if limit_bytes is None else "quota"
         with self._index.lock:
             if admit_host(request, space.budget.left(self._index.clock.monotonic())) < count:
@@ -176,6 +179,17 @@ class StateMover:
         space.announce_states(states, None, is_last_copy=True)
         return _table(space).forget(states)
 
+    def _held_bytes(self, space: Space, size_bytes: int, most_bytes: int) -> int:
+        """Host memory, within a limit, that held states keep from one of so many bytes; only of large ones it matters.
+
+        At its own limit the namespace has what it holds itself to reckon with, else what all hold.
+        """
+        if size_bytes <= most_bytes // _LARGE_SHARE:
+            return 0
+        with self._index.lock:
+            spaces = [space] if space.quota.host_max is not None else self._index.spaces()
+            return sum(other.states.held_bytes(Tier.HOST) for other in spaces if other.states is not None)
+
     def _leave(self, space: Space, tier: Tier, state: StoredState) -> bool:
         """Have a state that was taken leave a tier, host memory for the disk; true if slots came free."""
         try:
@@ -244,10 +258,17 @@ class StateMover:
             batch = on_host[first : first + step]
             sources = [space.host.views(int(slot)) for slot in batch]
             identities = records.identities(state, range(first, first + batch.size))
-            if not space.disk.write(slots[first : first + batch.size], identities, sources).all():
+            if not self._write_batch(space, slots[first : first + batch.size], identities, sources):
                 return False
         identities = records.identities(state, range(on_host.size, slots.size))
-        return bool(space.disk.write(slots[on_host.size :], identities, [(row,) for row in path_rows]).all())
+        return self._write_batch(space, slots[on_host.size :], identities, [(row,) for row in path_rows])
+
+    def _write_batch(
+        self, space: Space, slots: Slots, identities: list[BlockIdentity], sources: list[tuple[NDArray[np.uint8], ...]]
+    ) -> bool:
+        assert space.disk is not None, "only what has a pool is written"
+        free_some = partial(self._room.free_disk, space)
+        return bool(write_blocks(space.disk, slots, (identities, sources), free_some).all())
 
     def _fill(self, space: Space, state: StoredState, slots: Slots) -> bool:
         """Read a held state from disk into host slots, in place; false, and it is dropped, where it is not right."""

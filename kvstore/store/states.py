@@ -180,6 +180,11 @@ class StateTable:
         """Pieces of blobs in a tier."""
         return self._pieces[tier]
 
+    def held_bytes(self, tier: Tier) -> int:
+        """Bytes of the slots in a tier that cannot come free now, since somebody holds what lies there. O(states)."""
+        pieces = sum(self.records.pieces(state) for state in self._order[tier].values() if state.holds)
+        return pieces * self.records.piece_bytes
+
     def find(
         self, root_key: bytes, prompt: bytes, tiers: Collection[Tier] | None = None
     ) -> tuple[StoredState | None, int]:

@@ -261,14 +261,14 @@ class Store:
         return self.hint_next_use(namespace, tokens, root=root, seconds=None)
 
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
-        """Drop a prefix from `from_block` on; see kvstore.api.KvStore."""
+        """Drop a prefix from `from_block` on; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
         if from_block < 0:
             raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
         space, root_key, prompt = self._address(namespace, tokens, root)
         self._end_overdue()
         if space.states is not None:
             return self._states.evict(space, root_key, prompt, from_block)
-        with space.removing:
+        with self._room.lock, space.removing:  # what is being copied is held, and would stay
             dropped = [*self._drop_unheld(space, root_key, prompt, from_block), *self._index.reap_all(space)]
         for freed in dropped:
             freed.settle_sparse(Tier.DISK)  # which no restart finds without their dense blocks

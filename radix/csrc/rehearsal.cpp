@@ -13,6 +13,7 @@ constexpr double kHalfLifeRequests = 4000;
 constexpr double kLeadDeviations = 1.5;      // beyond which a lead is no chance
 constexpr size_t kUnitsMax = 1u << 15;        // known at once, but for those in miniatures
 constexpr size_t kLooksPerUnit = 4;           // at known units, for each new one, to forget as many
+constexpr double kSampleShrinkMax = 8;        // a sample this much too small tells too little: a tier shrank, over a restart
 constexpr size_t kUnitBytes = 64;             // of a unit in the map
 
 }  // namespace
@@ -79,8 +80,10 @@ void Rehearsal::SetCapacity(uint64_t blocks) {
   if (blocks == capacity_blocks_) return;
   capacity_blocks_ = blocks;
   const double units = static_cast<double>(blocks) / unit_blocks_;
-  if (units / static_cast<double>(mask_ + 1) > 2 * kUnitsAtScaleOne) {
-    uint64_t mask = mask_;
+  const double sampled = units / static_cast<double>(mask_ + 1);
+  const bool is_coarse = mask_ > 0 && sampled * kSampleShrinkMax < kUnitsAtScaleOne;
+  if (is_coarse || sampled > 2 * kUnitsAtScaleOne) {
+    uint64_t mask = is_coarse ? 0 : mask_;
     while (units / static_cast<double>(mask + 1) > kUnitsAtScaleOne) mask = mask * 2 + 1;
     Restart(mask);
   }

@@ -98,3 +98,21 @@ def test_leases_stages_and_pins_of_states_count_with_all_others():
         with pytest.raises(NoSpaceError, match="pinned_ratio_max"):
             store.pin(STATES, PATHS[1])
         assert (0, 0, 1) == (store.stats().leases, store.stats().stages, store.stats().pins)
+
+
+def test_nothing_leaves_for_a_state_that_cannot_fit_beside_what_is_held():
+    with open_store(None, host_bytes=4 * MIB) as store:
+        assert store_state(store, STATES, PATHS[0], 2 * MIB - PIECE_BYTES)
+        store.pin(STATES, PATHS[0])
+        for path in PATHS[1:5]:
+            assert store_state(store, STATES, path, SIZE)
+        assert not store_state(store, OTHERS, PATHS[5], 2 * MIB + 2 * PIECE_BYTES)
+        assert PATHS[:5] == found(store, STATES, PATHS)
+        assert store_state(store, STATES, PATHS[6], 2 * MIB - PIECE_BYTES)
+
+
+def test_a_hint_about_no_tokens_says_nothing_of_any_state():
+    with open_store(None, host_bytes=4 * MIB) as store:
+        assert store_state(store, STATES, PATHS[0], SIZE)
+        assert 0 == store.end_session(STATES, [])
+        assert [1] == [state.uses for state in store._index.space(STATES).states.all()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvstore.server import codec_rules
 from kvstore.store import CodecRule, Store, StoreSettings, open_store
 from kvstore.store.codecs import coding, part_forms
 from kvstore.testing.blocks import store_prompt, verified_blocks
+from kvstore.testing.states import STATE_LAYOUT, loaded_state
 from kvstore.tiers.codecs.base import OPAQUE, PartForm
 from kvstore.types import KvLayout, Namespace, Tier
 
@@ -271,3 +273,29 @@ def test_settings_that_contradict_each_other_are_refused(flags: dict[str, str], 
     with pytest.raises(ConfigError) as refused:
         load_config(environ={}, flags={"data_dir": "/data", **flags})
     assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize("lossy", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lossy_codecs_touch_neither_the_bytes_nor_the_paths_of_sequence_states(
+    reopen: Callable[..., Store], lossy: str, dtype: str
+) -> None:
+    layout = replace(STATE_LAYOUT, dtype=dtype)
+    namespace = replace(NAMESPACE, layout=layout)
+    rule = CodecRule(compression=lossy, lossy="accept")
+    store = reopen(rule)
+    # As floating-point numbers these ids and bytes are finite and of one size: a codec could round them.
+    path = list(range(0x3F80_0000, 0x3F80_0000 + 900, 3))
+    blob = np.linspace(1, 2, 3000, dtype="<f4").view(np.uint8)
+    with store.stage_state(namespace, path, state_bytes=blob.size) as stage:
+        stage.write_from(blob)
+    store.flush()
+    store = reopen(rule)
+    tokens, state_tokens, loaded = loaded_state(store, namespace, path)
+    assert (300, 300, blob.tobytes()) == (tokens, state_tokens, loaded.tobytes())
+    assert 0 == store.match(namespace, [token + 1 for token in path]).tokens
+
+
+def test_of_states_and_marks_nobody_knows_what_their_bytes_mean() -> None:
+    marks = KvLayout(layers=0, kv_heads=1, head_dim=1, dtype="float32", groups=(Recurrent(layers=1, state_bytes=8),))
+    assert [(OPAQUE,), (OPAQUE,)] == [part_forms(layout, None) for layout in (STATE_LAYOUT, marks)]

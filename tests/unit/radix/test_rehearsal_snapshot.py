@@ -155,3 +155,23 @@ def test_units_that_name_each_other_as_parents_are_forgotten() -> None:
     assert len(tables) - len(units) == len(again.saved()[0])
     again.serve(100)
     assert [] == again.tree.check_integrity()
+
+
+def test_a_tier_that_is_much_smaller_after_a_restart_is_rehearsed_with_a_sample_of_its_own() -> None:
+    large = Disk()
+    large.tick = SECOND
+    large.store(np.arange(1, dtype=np.uint32).repeat(BLOCK_TOKENS))
+    blocks = 2 * UNIT_BLOCKS * 4096
+    large._free = list(range(1, blocks))
+    large.store(np.arange(1, blocks, dtype=np.uint32).repeat(BLOCK_TOKENS))
+    large.store(np.arange(7, 20, dtype=np.uint32).repeat(BLOCK_TOKENS))
+    assert blocks == large.tree.rehearsed(Tier.DISK)[2][2][0]
+    small = restored(large.saved(), large.tick)
+    fresh = Disk()
+    fresh.tick = large.tick
+    for disk in (small, fresh):
+        disk.serve(300)
+    looked_up, _, expected = fresh.tree.rehearsed(Tier.DISK)
+    actual_looked_up, _, actual = small.tree.rehearsed(Tier.DISK)
+    assert looked_up == actual_looked_up
+    assert [pytest.approx(found, rel=0.3) for _, found in expected] == [found for _, found in actual]
