@@ -103,18 +103,20 @@ def test_a_block_that_is_leased_or_dropped_while_it_is_copied_stays_right(
         names = fill_and_mix(store)
         hot, gone = names[-1], names[-2]
         held = []
+        evicting = threading.Thread(target=store.evict, args=(OURS, prompt_of(gone)))  # which waits for what moves
         copy = type(store._index.space(OURS).host).allocate_outside
 
         def meddling(pool, extent, count):  # type: ignore[no-untyped-def]
             if not held:
                 held.append(store.lease(store.match(OURS, prompt_of(hot), touch=False)))
-                store.evict(OURS, prompt_of(gone))
+                evicting.start()
             return copy(pool, extent, count)
 
         monkeypatch.setattr(type(store._index.space(OURS).host), "allocate_outside", meddling)
         for name in range(4):
             store_prompt(store, OTHERS, prompt_of(name))
         assert held
+        evicting.join(30)
         rows = np.zeros((PROMPT_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
         assert PROMPT_BLOCKS == held[0].load_into(rows).blocks
         assert np.array_equal(expected_rows(OURS, prompt_of(hot)), rows)
