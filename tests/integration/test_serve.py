@@ -42,6 +42,14 @@ class Sidecar:
         """The next line of the log that has `text`."""
         return next(line for line in self.process.stderr if text in line)
 
+    def log_lines(self, *texts: str) -> list[str]:
+        """The next line that has each of `texts`, in whatever order they come."""
+        found: dict[str, str] = {}
+        while len(found) < len(texts):
+            line = next(self.process.stderr)
+            found |= {text: line for text in texts if text in line and text not in found}
+        return [found[text] for text in texts]
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=30)
@@ -99,8 +107,9 @@ def test_a_start_says_what_host_memory_it_has(tmp_path):
         assert "capacity_bytes=134217728 pages=plain pages" in running.log_line(
             "reserved and touched in the background"
         )
-        assert "pages=plain pages" in running.log_line("host memory: ")
-        assert "touched=134217728" in running.log_line("host memory is ready")
+        serving, ready = running.log_lines("host memory: ", "host memory is ready")
+        assert "pages=plain pages" in serving
+        assert "touched=134217728" in ready
 
 
 def test_sigterm_stops_in_order_and_removes_the_socket(tmp_path, unix_sidecar):
