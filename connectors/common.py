@@ -15,8 +15,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+import numpy as np
+
 from kvstore.errors import KvstoreError, NoSpaceError, UnavailableError
-from kvstore.tokens import as_token_array
+from kvstore.tokens import as_prompt, unpacked_tokens
 from kvstore.types import PLAIN_ROOT, CommitResult, PrefixMatch, Root, Tier
 
 if TYPE_CHECKING:
@@ -139,7 +141,7 @@ def prefetched(store: KvStore, matches: Sequence[PrefixMatch], wait_seconds: flo
         for match in matches:
             if match.host_blocks < match.blocks:
                 with suppress(NoSpaceError):
-                    found = match.prompt[: match.tokens]
+                    found = match.prefix
                     begun.append(stack.enter_context(store.prefetch(match.namespace, found, root=match.root)))
         ends_at = clock.monotonic() + wait_seconds
         for prefetch in begun:
@@ -394,11 +396,11 @@ class CacheClient:
         """The longest stored prefix; of 0 blocks where the store does not answer."""
 
         def find() -> PrefixMatch:
-            prompt = as_token_array(tokens)
-            self._counters.add(lookups=1, lookup_tokens=len(prompt))
+            prompt = as_prompt(namespace, tokens)
+            self._counters.add(lookups=1, lookup_tokens=namespace.layout.prompt_tokens(len(prompt)))
             return self._store.match(namespace, prompt, root=root, request_id=request_id)
 
-        nothing = PrefixMatch(namespace, PLAIN_ROOT if root is None else root, as_token_array(()), 0, ())
+        nothing = PrefixMatch(namespace, PLAIN_ROOT if root is None else root, unpacked_tokens(b""), 0, ())
         found = self._or(nothing, find)
         self._counters.add(matched_tokens=found.tokens)
         return found
@@ -484,7 +486,7 @@ class CacheClient:
 def _gives_back_what_it_takes(store: KvStore, namespace: Namespace) -> bool | None:
     layout = namespace.layout
     root = Root(salt=f"kvstore self-check {secrets.token_hex(16)}")
-    tokens = as_token_array(range(layout.block_tokens))
+    tokens = unpacked_tokens(np.arange(layout.block_symbols, dtype=np.uint32).tobytes())
     written = secrets.token_bytes(layout.block_bytes)
     read = bytearray(layout.block_bytes)
     with store.stage(namespace, tokens, root=root) as stage:

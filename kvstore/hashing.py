@@ -7,7 +7,7 @@ can move from one field to another. A hit is never decided here: the index compa
     ns_id     BLAKE2b-128(fields of the namespace, secret), person "kvstore.ns.id"    public: headers, wire, logs
     ns_key    BLAKE2b-128(fields of the namespace, secret), person "kvstore.ns.key"   never written, never sent
     root_key  BLAKE2b-128(fields of the root), keyed by ns_key                        parent of the first block
-    key       SipHash-2-4-128(parent key, token ids as little-endian u32), keyed by ns_key
+    key       SipHash-2-4-128(parent key, token ids as little-endian u32 or a digest), keyed by ns_key
     pool_id   BLAKE2b-128(number of a layer group), keyed by ns_id                    sparse parts in the tiers
 """
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from kvstore._siphash import chain_keys
 from kvstore.layer_groups import SlidingWindow
+from kvstore.types import Symbols
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,7 +50,7 @@ _LAYOUT_TAGS = {
     "engine_layout": 28,
 }
 # Written where a layout has them only, so that the ids of layouts without them stay what they were.
-_TAG_SLIDING_WINDOW, _TAG_RECURRENT, _TAG_RANKS, _TAG_STATE = 29, 30, 31, 32
+_TAG_SLIDING_WINDOW, _TAG_RECURRENT, _TAG_RANKS, _TAG_STATE, _TAG_SYMBOLS = 29, 30, 31, 32, 33
 _SLIDING_WINDOW_TAGS = {"layers": 1, "window": 2, "kv_heads": 3, "head_dim": 4, "dtype": 5, "kv_form": 6}
 _RECURRENT_TAGS = {"layers": 1, "state_bytes": 2, "heads": 3, "form": 4}
 _STATE_TAGS = {"cut": 1, "form": 2, "piece_bytes": 3}
@@ -92,10 +93,10 @@ def group_pool_id(ns_id: bytes, group: int) -> bytes:
     ).digest()
 
 
-def block_keys(ns_key: bytes, parent_key: bytes, tokens: TokenArray, block_tokens: int) -> NDArray[np.uint8]:
+def block_keys(ns_key: bytes, parent_key: bytes, tokens: TokenArray, block_symbols: int) -> NDArray[np.uint8]:
     """Chained keys of the whole blocks of `tokens`, shape [blocks, 16]. About 50 ns a block of 16 tokens."""
-    keys = np.empty((len(tokens) // block_tokens, KEY_BYTES), dtype=np.uint8)
-    chain_keys(ns_key, parent_key, tokens, block_tokens, keys)
+    keys = np.empty((len(tokens) // block_symbols, KEY_BYTES), dtype=np.uint8)
+    chain_keys(ns_key, parent_key, tokens, block_symbols, keys)
     return keys
 
 
@@ -130,6 +131,7 @@ def _layout_text(layout: KvLayout) -> bytes:
         + b"".join(_group_text(group) for group in layout.groups)
         + (_field(_TAG_RANKS, ranks) if ranks else b"")
         + (_field(_TAG_STATE, _fields(layout.state, _STATE_TAGS)) if layout.state is not None else b"")
+        + (_field(_TAG_SYMBOLS, layout.symbols.encode()) if layout.symbols != Symbols.TOKENS else b"")
     )
 
 

@@ -1,4 +1,4 @@
-"""Token ids as they come from callers, made into one flat uint32 array."""
+"""Token ids and digests as they come from callers, made into one flat uint32 array."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 
 from kvstore.errors import InvalidTokensError
+from kvstore.types import DIGEST_BYTES, DIGEST_SYMBOLS, Symbols, require_namespace
 
 if TYPE_CHECKING:
-    from kvstore.types import TokenArray
+    from kvstore.types import Namespace, TokenArray
 
 TOKEN_MAX = 2**32 - 1
 PROMPT_TOKENS_MAX = 4 * 2**20
 _PACKED = np.dtype("<u4")
 
-# Any flat int32/int64/uint32 buffer (numpy, torch on the CPU, array, memoryview) or a sequence of ints.
+# Any flat int32/int64/uint32 buffer (numpy, torch on the CPU, array, memoryview) or a sequence of ints; of a namespace
+# of digests, a sequence of `bytes` of 32 each.
 Tokens: TypeAlias = Any
+
+
+def as_prompt(namespace: Namespace, tokens: Tokens) -> TokenArray:
+    """What `namespace` compares of a prompt, as `as_token_array` gives it: token ids, or eight numbers for each digest.
+
+    Raises InvalidTokensError for token ids where digests are expected, for digests where token ids are, and for what is
+    neither; InvalidNamespaceError for what is no namespace. What this function gave it gives back as it is.
+    """
+    require_namespace(namespace)
+    return _as_digests(tokens) if namespace.layout.symbols == Symbols.DIGESTS else as_token_array(tokens)
 
 
 def as_token_array(tokens: Tokens) -> TokenArray:
@@ -50,6 +62,37 @@ def packed_tokens(prompt: TokenArray) -> bytes:
     if _is_packed(prompt):
         return cast("bytes", prompt.base)
     return prompt.astype(_PACKED, copy=False).tobytes()
+
+
+def _as_digests(digests: Tokens) -> TokenArray:
+    if _is_packed(digests):
+        packed: TokenArray = digests
+        if packed.size % DIGEST_SYMBOLS:
+            raise InvalidTokensError(f"the digests have {packed.nbytes} bytes, expected {DIGEST_BYTES} for each block")
+    else:
+        packed = unpacked_tokens(b"".join(_checked_digests(digests)))
+    if packed.size > PROMPT_TOKENS_MAX:
+        count, most = packed.size // DIGEST_SYMBOLS, PROMPT_TOKENS_MAX // DIGEST_SYMBOLS
+        raise InvalidTokensError(f"the prompt has {count} digests, expected at most {most}")
+    return packed
+
+
+def _checked_digests(digests: Tokens) -> list[bytes]:
+    if isinstance(digests, (str, bytes, bytearray)):
+        raise InvalidTokensError(
+            f"digests are one {type(digests).__name__}, expected a sequence of {DIGEST_BYTES} bytes each"
+        )
+    try:
+        listed = list(digests)
+    except TypeError as err:
+        raise InvalidTokensError(f"digests are a {type(digests).__name__}, expected a sequence of bytes") from err
+    for digest in listed:
+        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+            what = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"a {type(digest).__name__}"
+            raise InvalidTokensError(
+                f"a digest is {what}, expected {DIGEST_BYTES} bytes: this namespace knows its blocks by digests alone"
+            )
+    return listed
 
 
 def _is_packed(tokens: Tokens) -> bool:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SECONDS_MAX = 1e9
 BLOCK_TOKENS_MAX = 4096
+DIGEST_BYTES = 32
+DIGEST_SYMBOLS = DIGEST_BYTES // 4
 PARTS_MAX = 256
 GROUPS_MAX = 8
 MARK_BYTES = 64
@@ -48,6 +50,13 @@ class Tier(enum.IntEnum):
     HOST = 2
     DISK = 3
     PEER = 4
+
+
+class Symbols(enum.StrEnum):
+    """What a namespace knows of a prompt: its token ids, or only the engine's digest of each block."""
+
+    TOKENS = "tokens"
+    DIGESTS = "digests"
 
 
 class KvForm(enum.StrEnum):
@@ -80,6 +89,12 @@ class KvLayout:
     With `state` nothing is kept by blocks: each stored prompt has one blob, a *sequence state*, that serves whatever
     shares its beginning (KvStore.stage_state, lease_state). Prompts are matched by single tokens then, so
     `block_tokens` is 1, and what is moved as blocks are the pieces of a blob, of `state.piece_bytes` each.
+
+    With `symbols="digests"` the namespace is *opaque*: its engine hands over no token ids, only a digest of 32 bytes
+    for each block, which has to say all that its keys and values depend on (the tokens before it, adapter, salt). A
+    prompt is a sequence of digests then, a hit is a hit when all 32 bytes of each are equal, and nothing is shared with
+    a namespace of token ids. `block_tokens` still says how many of the engine's tokens a block has, for its size and
+    for counts.
     """
 
     layers: int
@@ -98,6 +113,7 @@ class KvLayout:
     groups: tuple[LayerGroup, ...] = ()
     ranks: tuple[int, ...] = ()
     state: SequenceState | None = None
+    symbols: str = Symbols.TOKENS.value
 
     def __post_init__(self) -> None:
         _check_counts(self)
@@ -107,6 +123,16 @@ class KvLayout:
         _check_ranks(self)
         for name in ("axis_order", "rope", "quantisation", "engine"):
             _check_text(getattr(self, name), f"layout.{name}", InvalidLayoutError)
+
+    @property
+    def block_symbols(self) -> int:
+        """Numbers by which a block is compared: its token ids, or the eight u32 of its digest."""
+        return DIGEST_SYMBOLS if self.symbols == Symbols.DIGESTS else self.block_tokens
+
+    def prompt_tokens(self, symbol_count: int) -> int:
+        """Tokens of a prompt of so many symbols."""
+        is_opaque = self.symbols == Symbols.DIGESTS
+        return symbol_count // DIGEST_SYMBOLS * self.block_tokens if is_opaque else symbol_count
 
     @property
     def tensor_writers(self) -> int:
@@ -235,7 +261,8 @@ class TierRun:
 class PrefixMatch:
     """The longest stored prefix of a prompt. It protects nothing: lease it before reading.
 
-    `prompt` is a private copy of the whole token ids looked up; `runs` covers the matched blocks in order.
+    `prompt` is a private copy of the whole token ids (or digests) looked up, as kvstore.tokens.as_prompt gives them;
+    `runs` covers the matched blocks in order.
     """
 
     namespace: Namespace
@@ -248,6 +275,11 @@ class PrefixMatch:
     def tokens(self) -> int:
         """Number of tokens covered: blocks x block_tokens."""
         return self.blocks * self.namespace.layout.block_tokens
+
+    @property
+    def prefix(self) -> TokenArray:
+        """What was matched of the prompt."""
+        return self.prompt[: self.blocks * self.namespace.layout.block_symbols]
 
     @property
     def tiers(self) -> dict[Tier, int]:
@@ -414,6 +446,7 @@ def _check_form(layout: KvLayout) -> None:
     require_choice(layout.dtype, "layout.dtype", DTYPE_BYTES)
     if layout.kv_form not in tuple(KvForm):
         raise InvalidLayoutError(f"layout.kv_form is {layout.kv_form!r}, expected one of {', '.join(KvForm)}")
+    require_choice(layout.symbols, "layout.symbols", tuple(Symbols))
     if layout.kv_form == KvForm.LATENT and layout.kv_heads != 1:
         raise InvalidLayoutError(f"layout.kv_heads is {layout.kv_heads}, expected 1 for the latent form")
 
@@ -423,7 +456,14 @@ def _check_state(layout: KvLayout) -> None:
         return
     if not isinstance(layout.state, SequenceState):
         raise InvalidLayoutError(f"layout.state is a {type(layout.state).__name__}, expected a SequenceState or None")
-    only = {"block_tokens": 1, "groups": (), "tensor_parallel": 1, "pipeline_parallel": 1, "ranks": ()}
+    only = {
+        "block_tokens": 1,
+        "groups": (),
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+        "ranks": (),
+        "symbols": Symbols.TOKENS.value,
+    }
     for name, value in only.items():
         if getattr(layout, name) != value:
             raise InvalidLayoutError(

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from kvstore.api import SCRUB_BYTES
 from kvstore.errors import ClosedError, InvalidArgumentError, KvstoreError, UnauthenticatedError, UnavailableError
-from kvstore.tokens import as_token_array
+from kvstore.tokens import as_prompt
 from kvstore.transport import client as threaded
 from kvstore.transport import convert, plans
 from kvstore.transport.address import parse_address
@@ -235,7 +235,7 @@ class AsyncClient:
         request_id: str | None = None,
     ) -> PrefixMatch:
         """The longest stored prefix of `tokens`."""
-        prompt = await self._prompt(tokens)
+        prompt = await self._prompt(namespace, tokens)
         lookup = Lookup(namespace, root, prompt, not touch, plans.unicode_text(request_id or "", "request_id"))
         found = await self._keeper.run(
             lambda link, ends_at: link.match(lookup, ends_at),
@@ -250,7 +250,7 @@ class AsyncClient:
         """Bring a stored prefix up into host memory: `async with await client.prefetch(...) as prefetch`."""
         if wait_seconds is not None:
             wait_seconds = require_seconds(wait_seconds, "wait_seconds")
-        prompt = await self._prompt(tokens)
+        prompt = await self._prompt(namespace, tokens)
         step_seconds = prefetch_step_seconds(self._deadlines)
 
         async def attempt(link: AsyncLink, ends_at: float) -> AsyncPrefetch:
@@ -283,7 +283,7 @@ class AsyncClient:
         rank: int | None = None,
     ) -> AsyncStage:
         """Begin to store: `async with await client.stage(...) as stage`."""
-        prompt = await self._prompt(tokens)
+        prompt = await self._prompt(namespace, tokens)
         request = plans.stage_request(namespace, prompt, from_block, turn_ends, rank)
         return await self._stage(namespace, prompt, root, request)
 
@@ -296,7 +296,7 @@ class AsyncClient:
         self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
     ) -> AsyncStateStage:
         """Begin to store a state: `async with await client.stage_state(...) as stage`."""
-        prompt = await self._prompt(tokens)
+        prompt = await self._prompt(namespace, tokens)
         request = plans.stage_state_request(namespace, prompt, state_bytes)
         stage = await self._stage(namespace, prompt, root, request)
         return AsyncStateStage(stage, state_bytes, namespace.layout.block_bytes)
@@ -305,7 +305,7 @@ class AsyncClient:
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
     ) -> Pin:
         """Protect a stored prefix from eviction."""
-        prompt = await self._prompt(tokens)
+        prompt = await self._prompt(namespace, tokens)
         return await self._run(plans.pin(namespace, prompt, root, ttl_seconds), prompt.size)
 
     async def unpin(self, pin_id: int) -> bool:
@@ -316,7 +316,7 @@ class AsyncClient:
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, seconds: float | None
     ) -> int:
         """Tell when a prompt will be used again; None says never."""
-        prompt = await self._prompt(tokens)
+        prompt = await self._prompt(namespace, tokens)
         return await self._run(plans.hint(namespace, prompt, root, seconds), prompt.size)
 
     async def end_session(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> int:
@@ -327,7 +327,7 @@ class AsyncClient:
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0
     ) -> int:
         """Drop a prefix from `from_block` on."""
-        prompt = await self._prompt(tokens)
+        prompt = await self._prompt(namespace, tokens)
         return await self._run(plans.evict(namespace, prompt, root, from_block), prompt.size)
 
     async def clear(self, namespace: Namespace) -> int:
@@ -415,12 +415,12 @@ class AsyncClient:
         answer = await self._keeper.run(attempt, self._deadlines.of(plan.wait), again)
         return await self._keeper.threads.short(partial(plan.read, answer)) if plan.is_large else plan.read(answer)
 
-    async def _prompt(self, tokens: Tokens) -> TokenArray:
+    async def _prompt(self, namespace: Namespace, tokens: Tokens) -> TokenArray:
         limit = _LIST_TOKENS_MAX if isinstance(tokens, (list, tuple)) else _BUFFER_TOKENS_MAX
         if getattr(tokens, "__len__", None) is not None and len(tokens) > limit:
             self._keeper.check_server()
-            return await self._keeper.threads.short(partial(as_token_array, tokens))
-        return as_token_array(tokens)
+            return await self._keeper.threads.short(partial(as_prompt, namespace, tokens))
+        return as_prompt(namespace, tokens)
 
 
 def connect_async(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvstore.api import SCRUB_BYTES
 from kvstore.state_blobs import BlobLease, BlobStage
-from kvstore.tokens import as_token_array
+from kvstore.tokens import as_prompt
 from kvstore.transport import convert, plans
 from kvstore.transport.address import parse_address
 from kvstore.transport.bulk_choice import engine_client
@@ -107,7 +107,7 @@ class Client:
         Where a lost connection makes it ask again, the lookup is counted once if it has a request id, else at most
         once.
         """
-        prompt = as_token_array(tokens)
+        prompt = as_prompt(namespace, tokens)
         lookup = Lookup(namespace, root, prompt, not touch, plans.unicode_text(request_id or "", "request_id"))
         found = self._keeper.run(
             lambda link, ends_at: link.match(lookup, ends_at),
@@ -122,7 +122,7 @@ class Client:
         """Bring a stored prefix up into host memory; waits in steps, so that no single call is long."""
         if wait_seconds is not None:
             wait_seconds = require_seconds(wait_seconds, "wait_seconds")
-        prompt = as_token_array(tokens)
+        prompt = as_prompt(namespace, tokens)
         step_seconds = prefetch_step_seconds(self._deadlines)
 
         def attempt(link: Link, ends_at: float) -> RemotePrefetch:
@@ -153,7 +153,7 @@ class Client:
         rank: int | None = None,
     ) -> RemoteStage:
         """Begin to store."""
-        prompt = as_token_array(tokens)
+        prompt = as_prompt(namespace, tokens)
         request = plans.stage_request(namespace, prompt, from_block, turn_ends, rank)
         return self._stage(namespace, prompt, root, request)
 
@@ -167,7 +167,7 @@ class Client:
         self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
     ) -> BlobStage:
         """Begin to store a state."""
-        prompt = as_token_array(tokens)
+        prompt = as_prompt(namespace, tokens)
         request = plans.stage_state_request(namespace, prompt, state_bytes)
         stage = self._stage(namespace, prompt, root, request)
         return BlobStage(stage, state_bytes, namespace.layout.block_bytes)

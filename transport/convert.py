@@ -22,6 +22,7 @@ from kvstore.types import (
     Pin,
     Root,
     StateSize,
+    Symbols,
     Tier,
     TierRun,
     require_root,
@@ -115,6 +116,7 @@ def _layout_to_proto(layout: KvLayout) -> block_pb2.KvLayout:
 def _layout_from_proto(message: block_pb2.KvLayout) -> KvLayout:
     given = {name: getattr(message, name) for name in _LAYOUT_FIELDS}
     given["ranks"] = tuple(message.ranks)
+    given["symbols"] = message.symbols or Symbols.TOKENS.value
     state = None
     if message.HasField("state"):
         state = SequenceState(**{name: getattr(message.state, name) for name in _STATE_FIELDS})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 from kvstore.errors import ConfigError, LayoutMismatchError
 from kvstore.hashing import secret_proof
 from kvstore.transport import convert
-from kvstore.types import require_namespace
+from kvstore.types import Symbols, require_namespace
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -240,3 +240,5 @@ def _check_parts(namespace: Namespace, answer: pb.OpenNamespaceResponse) -> None
             f"the server reckons with parts of {list(answer.part_bytes)} bytes, this layout has {expected}; "
             "it is of another version: upgrade it"
         )
+    if layout.symbols == Symbols.DIGESTS and answer.block_symbols != layout.block_symbols:
+        raise LayoutMismatchError("the server knows no namespaces of digests; it is of another version: upgrade it")

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.state_blobs import require_path, require_state_bytes
-from kvstore.tokens import as_token_array
+from kvstore.tokens import as_prompt
 from kvstore.transport import convert
 from kvstore.transport.link import ADMIN, CACHE, Rpc, Wait
 from kvstore.types import (
@@ -89,7 +89,7 @@ def pin(
     request = admin_pb.PinRequest()
     if ttl_seconds is not None:
         convert.set_duration(request.ttl, ttl_seconds, "ttl_seconds")
-    prompt = as_token_array(tokens)
+    prompt = as_prompt(namespace, tokens)
 
     def of_session(session_id: bytes, ns_id: bytes) -> Message:
         request.session_id = session_id
@@ -108,7 +108,7 @@ def unpin(pin_id: int) -> Plan[admin_pb.UnpinResponse, bool]:
 
 def hint(namespace: Namespace, tokens: Tokens, root: Root | None, seconds: float | None) -> Plan[pb.HintResponse, int]:
     """Tell when a prompt is used again."""
-    prompt = as_token_array(tokens)
+    prompt = as_prompt(namespace, tokens)
     request = pb.HintRequest(end=pb.SessionEnd())
     if seconds is not None:
         convert.set_duration(request.next, require_seconds(seconds, "seconds"), "seconds")
@@ -125,7 +125,7 @@ def evict(
     namespace: Namespace, tokens: Tokens, root: Root | None, from_block: int
 ) -> Plan[admin_pb.EvictResponse, int]:
     """Drop a prefix."""
-    prompt = as_token_array(tokens)
+    prompt = as_prompt(namespace, tokens)
     check_from_block(from_block)
 
     def of_session(session_id: bytes, ns_id: bytes) -> Message:
@@ -230,7 +230,7 @@ def lease_request(
     """Protect a match, or what of it lies in some tiers."""
     return pb.LeaseRequest(
         session_id=session_id,
-        prompt=convert.prompt_to_proto(ns_id, match.root, match.prompt[: match.tokens]),
+        prompt=convert.prompt_to_proto(ns_id, match.root, match.prefix),
         blocks=match.blocks,
         lease_id=lease_id,
         tiers=convert.tiers_to_proto(tiers or ()),
@@ -244,7 +244,8 @@ def stage_request(
     check_from_block(from_block)
     require_namespace(namespace)
     require_blocks(namespace.layout)
-    request = pb.StageRequest(from_block=from_block, turn_ends=require_turn_ends(turn_ends, prompt.size))
+    ends = require_turn_ends(turn_ends, namespace.layout.prompt_tokens(prompt.size))
+    request = pb.StageRequest(from_block=from_block, turn_ends=ends)
     if rank is not None:
         request.rank = require_writer(namespace.layout, rank)
     return request

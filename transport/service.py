@@ -115,7 +115,9 @@ class CacheService:
         self._state.namespaces.add(ns_id, namespace.tenant)
         layout = namespace.layout
         part_bytes = [part.size_bytes for part in layout.parts]
-        return pb.OpenNamespaceResponse(ns_id=ns_id, block_bytes=layout.block_bytes, part_bytes=part_bytes)
+        return pb.OpenNamespaceResponse(
+            ns_id=ns_id, block_bytes=layout.block_bytes, part_bytes=part_bytes, block_symbols=layout.block_symbols
+        )
 
     def _proven_secret(self, namespace: Namespace, challenge: bytes, proof: bytes) -> bytes:
         proven = None
@@ -417,7 +419,7 @@ def _leased_bytes(layout: KvLayout, blocks: int) -> int:
 
 
 def _claimed_match(namespace: Namespace, request: pb.LeaseRequest, tokens: TokenArray) -> PrefixMatch:
-    prompt_blocks = len(tokens) // namespace.layout.block_tokens
+    prompt_blocks = len(tokens) // namespace.layout.block_symbols
     if request.blocks > prompt_blocks:
         raise InvalidArgumentError(f"a lease of {request.blocks} blocks of a prompt that has {prompt_blocks}")
     root = convert.root_from_proto(request.prompt.root)

@@ -92,15 +92,15 @@ class Tenants:
             one.stages += 1
         return lambda: self._end_stage(one)
 
-    def count_lookup(self, match: PrefixMatch, prompt_tokens: int) -> None:
+    def count_lookup(self, match: PrefixMatch, prompt_symbols: int) -> None:
         """Remember what a tenant looked up, for its own statistics."""
-        block_tokens = match.namespace.layout.block_tokens
+        layout = match.namespace.layout
         with self._lock:
             one = self._tenant(match.namespace.tenant)
             one.lookups += 1
-            one.lookup_tokens += prompt_tokens
+            one.lookup_tokens += layout.prompt_tokens(prompt_symbols)
             for run in match.runs:
-                one.hit_tokens[run.tier.name.lower()] += run.blocks * block_tokens
+                one.hit_tokens[run.tier.name.lower()] += run.blocks * layout.block_tokens
 
     def count_commit(self, tenant: str, result: CommitResult) -> None:
         """Remember what a tenant stored."""

@@ -217,12 +217,12 @@ class Index:
     def _make_space(self, namespace: Namespace) -> Space:
         ns_id = self.namespace_id(namespace)
         layout = namespace.layout
-        saved = self._snapshots.load(SnapshotOwner(self.settings.eviction_policy, ns_id, layout.block_tokens))
+        saved = self._snapshots.load(SnapshotOwner(self.settings.eviction_policy, ns_id, layout.block_symbols))
         quota = self.settings.quota(namespace)
         shares = self._shares(layout, quota)
         disk_pool = None
         if self.disk is not None:
-            numbers = layout.block_tokens if layout.state is None else PIECE_NUMBERS
+            numbers = layout.block_symbols if layout.state is None else PIECE_NUMBERS
             disk_pool = self.disk.pool(ns_id, layout.part_sizes, numbers, bytes_max=shares[Tier.DISK].dense)
             self._use_coding(ns_id, namespace, None)
         host_pool = self.host.pool(ns_id, layout.part_sizes, bytes_max=shares[Tier.HOST].dense)
@@ -295,7 +295,7 @@ class Index:
             host = self.host.pool(pool_id, sizes, bytes_max=shares[Tier.HOST].sparse)
             disk = None
             if self.disk is not None:
-                disk = self.disk.pool(pool_id, sizes, layout.block_tokens, bytes_max=shares[Tier.DISK].sparse)
+                disk = self.disk.pool(pool_id, sizes, layout.block_symbols, bytes_max=shares[Tier.DISK].sparse)
                 self._use_coding(pool_id, namespace, number)
             groups.append(SparseGroup(rule, layout.group_parts(number), host, disk))
         return SparseParts(layout, groups)

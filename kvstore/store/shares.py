@@ -231,7 +231,7 @@ class SharedStages:
 
 def _refused(stage: StoreStage, refusal: Refusal) -> RefusedStage:
     first = max(stage.requested_from, refusal.from_block)
-    whole_count = stage.prompt.size // stage.layout.block_tokens
+    whole_count = stage.prompt.size // stage.layout.block_symbols
     return RefusedStage(
         stage.layout,
         from_block=first,

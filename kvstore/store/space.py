@@ -132,7 +132,7 @@ class Space:
         self.quota = quota
         self.budget = StoreBudget(1.0, 0, 0.0) if budget is None else budget
         self.hash_seed = secrets.randbits(64) if hash_seed is None else hash_seed
-        self.tree = RadixTree(layout.block_tokens, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
+        self.tree = RadixTree(layout.block_symbols, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
         self.is_measured = policy == _MEASURING_POLICY
         self.moving_factor = _MOVING_FACTOR if self.is_measured else 1.0
         # The lowest priorities per byte are not told from each other, for worth is divided by this.
@@ -270,7 +270,7 @@ class Space:
 
     def prompt_keys(self, root_key: bytes, prompt: TokenArray) -> list[bytes]:
         """Keys of all whole blocks of a prompt, the root key first. Needs no lock."""
-        keys = hashing.block_keys(self._ns_key, root_key, prompt, self.layout.block_tokens)
+        keys = hashing.block_keys(self._ns_key, root_key, prompt, self.layout.block_symbols)
         return [root_key, *hashing.split_keys(keys)]
 
     def evict(self, ids: BlockIds, tier: Tier) -> Freed:
@@ -396,15 +396,15 @@ class Space:
 
     def _has_right_key(self, identity: BlockIdentity) -> bool:
         tokens = np.frombuffer(identity.tokens, dtype=np.uint32)
-        if tokens.size != self.layout.block_tokens:
+        if tokens.size != self.layout.block_symbols:
             return False
-        keys = hashing.block_keys(self._ns_key, identity.parent_key, tokens, self.layout.block_tokens)
+        keys = hashing.block_keys(self._ns_key, identity.parent_key, tokens, self.layout.block_symbols)
         return keys.tobytes() == identity.key
 
     def _extended(self, tokens: TokenArray, path: Sequence[RecoveredBlock], first_new: int) -> TokenArray:
         """The tokens of a path that has its blocks before `first_new` in common with the path of `tokens`."""
         new = [np.frombuffer(block.identity.tokens, dtype=np.uint32) for block in path[first_new:]]
-        return np.concatenate([tokens[: first_new * self.layout.block_tokens], *new])
+        return np.concatenate([tokens[: first_new * self.layout.block_symbols], *new])
 
     def _adopt_path(
         self, root_key: bytes, path: Sequence[RecoveredBlock], tokens: TokenArray, tick: int

@@ -71,10 +71,10 @@ class SparseWrites:
 
         `keys` are those of Space.prompt_keys.
         """
-        block_tokens = self._space.layout.block_tokens
+        symbols = self._space.layout.block_symbols
         for group in self._groups:
             for position in [block for block in group.slots if ids[block] >= 0 and group.is_complete(block)]:
-                tokens = prompt[position * block_tokens : (position + 1) * block_tokens].tobytes()
+                tokens = prompt[position * symbols : (position + 1) * symbols].tobytes()
                 identity = BlockIdentity(keys[0], keys[position], keys[position + 1], tokens)
                 if group.table.put(int(ids[position]), identity, Tier.HOST, group.slots[position]):
                     del group.slots[position]

@@ -91,7 +91,7 @@ class StoreStage:
             if not self._open:
                 self._finish(0, [])
             self.check_open()
-            missing = self.prompt.size // self._space.layout.block_tokens - self._present
+            missing = self.prompt.size // self._space.layout.block_symbols - self._present
             reasons = Counter({"missing_prefix": missing})
             if path.size:
                 reserved = room.reserve(self._space, path, missing)

@@ -31,7 +31,7 @@ from kvstore.store.state_calls import StateCalls, StateWriteThrough
 from kvstore.store.state_prefetch import StatePrefetcher
 from kvstore.store.what_if import what_if
 from kvstore.tiers.persistent import CodingTier
-from kvstore.tokens import as_token_array
+from kvstore.tokens import as_prompt
 from kvstore.types import (
     PLAIN_ROOT,
     PrefixMatch,
@@ -111,17 +111,17 @@ class Store:
         space, root_key, prompt = self._address(namespace, tokens, root)
         if space.states is not None:
             return self._states.match(namespace, root, prompt, touch=touch, request_id=request_id)
-        found = space.find(root_key, prompt)
+        found, layout = space.find(root_key, prompt), namespace.layout
         with self._index.lock:
             dense = space.confirm(found)
             ids = space.sparse.usable(dense)
             runs = space.tier_runs(ids)
             accounting = self._index.accounting
             if touch and accounting.first_lookup(request_id):
-                space.tree.touch(ids, self._index.next_tick(), prompt.size // namespace.layout.block_tokens)
+                space.tree.touch(ids, self._index.next_tick(), prompt.size // namespace.layout.block_symbols)
                 space.sparse.touch(ids)
-                accounting.shortened_tokens += int(dense.size - ids.size) * namespace.layout.block_tokens
-                accounting.count_lookup(prompt.size, runs, namespace.layout.block_tokens)
+                accounting.shortened_tokens += int(dense.size - ids.size) * layout.block_tokens
+                accounting.count_lookup(layout.prompt_tokens(prompt.size), runs, layout.block_tokens)
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
 
     def prefetch(
@@ -177,12 +177,13 @@ class Store:
         require_blocks(namespace.layout)
         if rank is not None:
             require_writer(namespace.layout, rank)
-        points = Points(prompt.size, require_turn_ends(turn_ends, prompt.size))
-        whole = prompt.size // namespace.layout.block_tokens
+        prompt_tokens = namespace.layout.prompt_tokens(prompt.size)
+        points = Points(prompt_tokens, require_turn_ends(turn_ends, prompt_tokens))
+        whole = prompt.size // namespace.layout.block_symbols
         if not 0 <= from_block <= whole:
             raise InvalidArgumentError(f"from_block is {from_block}, expected 0..{whole} (whole blocks of the prompt)")
         self._end_overdue()
-        prompt = prompt[: whole * namespace.layout.block_tokens]
+        prompt = prompt[: whole * namespace.layout.block_symbols]
         if whole and not from_block and rank is None and self._is_spent(space, root_key, prompt):
             return RefusedStage(namespace.layout, from_block=0, refused_blocks=whole)
         stage = StoreStage(
@@ -252,7 +253,7 @@ class Store:
         with self._index.lock:
             ids = space.confirm(found)
             # Behind the end of a shorter match may lie the blocks of another prompt alone, which this says nothing of.
-            if not ids.size or ids.size < prompt.size // namespace.layout.block_tokens:
+            if not ids.size or ids.size < prompt.size // namespace.layout.block_symbols:
                 return 0
             return space.tree.hint_next_use(int(ids[-1]), self._index.next_tick(), seconds)
 
@@ -450,7 +451,7 @@ class Store:
     def _address(self, namespace: Namespace, tokens: Tokens, root: Root | None) -> tuple[Space, bytes, TokenArray]:
         """Check the arguments that name blocks; nothing has changed yet when one of them is refused."""
         self._check_open()
-        prompt = as_token_array(tokens)
+        prompt = as_prompt(namespace, tokens)
         space = self._index.space(namespace)
         return space, space.root_key(root), prompt
 
@@ -460,10 +461,10 @@ class Store:
         Decided before anything is done for the prompt: a workload without reuse asks again and again.
         """
         with self._index.lock:
-            request = StoreRequest(prompt.size // space.layout.block_tokens, space.layout.block_bytes, present=0)
+            request = StoreRequest(prompt.size // space.layout.block_symbols, space.layout.block_bytes, present=0)
             if admit_host(request, space.budget.left(self._clock.monotonic())):
                 return False
-            if space.tree.match(root_key, prompt[: space.layout.block_tokens]).size:
+            if space.tree.match(root_key, prompt[: space.layout.block_symbols]).size:
                 return False
             self._index.accounting.rejected_blocks["budget"] += request.count
         return True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.hashing import namespace_digest
+from kvstore.tokens import as_prompt
 from kvstore.types import PLAIN_ROOT
 
 if TYPE_CHECKING:
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
     from kvstore.api import KvStore, Stage
     from kvstore.types import CommitResult, Namespace, Root
 
+    Prompt = Sequence[int] | Sequence[bytes]
 
-def expected_rows(namespace: Namespace, tokens: Sequence[int], root: Root | None = None) -> NDArray[np.uint8]:
+
+def expected_rows(namespace: Namespace, tokens: Prompt, root: Root | None = None) -> NDArray[np.uint8]:
     """The right bytes of all dense parts of every whole block of a prompt, shape [blocks, block_bytes]."""
     return _expected(namespace, tokens, root, namespace.layout.block_bytes)
 
 
-def expected_part_rows(
-    namespace: Namespace, tokens: Sequence[int], part: int, root: Root | None = None
-) -> NDArray[np.uint8]:
+def expected_part_rows(namespace: Namespace, tokens: Prompt, part: int, root: Root | None = None) -> NDArray[np.uint8]:
     """The right bytes of one part of every whole block of a prompt, shape [blocks, part_bytes]."""
     layout = namespace.layout
     if part < layout.part_count:
@@ -42,7 +43,7 @@ def expected_part_rows(
 def store_prompt(
     store: KvStore,
     namespace: Namespace,
-    tokens: Sequence[int],
+    tokens: Prompt,
     *,
     root: Root | None = None,
     from_block: int = 0,
@@ -68,7 +69,7 @@ def write_sparse(stage: Stage, part: int, rows: NDArray[np.uint8]) -> int:
     )
 
 
-def verified_blocks(store: KvStore, namespace: Namespace, tokens: Sequence[int], *, root: Root | None = None) -> int:
+def verified_blocks(store: KvStore, namespace: Namespace, tokens: Prompt, *, root: Root | None = None) -> int:
     """How many blocks of a prompt the store gives back with all that a match of them needs, each asserted right."""
     layout = namespace.layout
     right = expected_rows(namespace, tokens, root)
@@ -94,16 +95,20 @@ def sparse_parts(namespace: Namespace) -> range:
 
 
 def _expected(
-    namespace: Namespace, tokens: Sequence[int], root: Root | None, row_bytes: int, part: int | None = None
+    namespace: Namespace,
+    tokens: Prompt,
+    root: Root | None,
+    row_bytes: int,
+    part: int | None = None,
 ) -> NDArray[np.uint8]:
-    block_tokens = namespace.layout.block_tokens
-    flat = np.asarray(tokens, dtype=np.uint32)
+    symbols = namespace.layout.block_symbols
+    flat = as_prompt(namespace, tokens)
     chain = hashlib.blake2b(namespace_digest(namespace), key=namespace.secret or b"", digest_size=16)
     chain.update(repr(_root_fields(root)).encode())
     chain.update(b"" if part is None else str(part).encode())
-    rows = np.empty((flat.size // block_tokens, row_bytes), dtype=np.uint8)
+    rows = np.empty((flat.size // symbols, row_bytes), dtype=np.uint8)
     for index in range(len(rows)):
-        chain.update(flat[index * block_tokens : (index + 1) * block_tokens].tobytes())
+        chain.update(flat[index * symbols : (index + 1) * symbols].tobytes())
         seed = int.from_bytes(chain.digest(), "little")
         rows[index] = np.frombuffer(np.random.default_rng(seed).bytes(row_bytes), dtype=np.uint8)
     return rows

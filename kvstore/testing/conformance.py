@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.testing.conformance_cases import BASE, BLOCKS, LAYOUT, MIB, PROMPT, SECRETS, OpenStore
+from kvstore.testing.conformance_digests import DigestConformance
 from kvstore.testing.conformance_limits import LimitConformance
 from kvstore.testing.conformance_prefixes import PrefixConformance
 from kvstore.testing.conformance_sparse import SparseConformance
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["BASE", "BLOCKS", "LAYOUT", "MIB", "PROMPT", "SECRETS", "KvStoreConformance", "OpenStore"]
 
 
-class KvStoreConformance(PrefixConformance, LimitConformance, SparseConformance, StateConformance):
+class KvStoreConformance(PrefixConformance, LimitConformance, SparseConformance, StateConformance, DigestConformance):
     """Inherit and provide the fixture `open_store`; see the module."""
 
     @pytest.fixture

@@ -24,6 +24,7 @@ LAYOUTS = {
     "sequence state": dataclasses.replace(
         LAYOUT, block_tokens=1, tensor_parallel=1, state=SequenceState(cut="end", form="test", piece_bytes=8192)
     ),
+    "digests": dataclasses.replace(LAYOUT, symbols="digests"),
     "second rank, both": dataclasses.replace(LAYOUT, groups=(WINDOW, STATE), ranks=(1,)),
 }
 

@@ -31,7 +31,7 @@ EVENT_KIND_REMOVED: EventKind
 EVENT_KIND_CLEARED: EventKind
 
 class KvLayout(_message.Message):
-    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "kv_form", "axis_order", "rope", "quantisation", "tensor_parallel", "pipeline_parallel", "engine", "engine_layout", "groups", "ranks", "state")
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "block_tokens", "kv_form", "axis_order", "rope", "quantisation", "tensor_parallel", "pipeline_parallel", "engine", "engine_layout", "groups", "ranks", "state", "symbols")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class KvLayout(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    SYMBOLS_FIELD_NUMBER: _ClassVar[int]
     layers: int
     kv_heads: int
     head_dim: int
@@ -64,7 +65,8 @@ class KvLayout(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     state: SequenceState
-    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., kv_form: _Optional[str] = ..., axis_order: _Optional[str] = ..., rope: _Optional[str] = ..., quantisation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., engine: _Optional[str] = ..., engine_layout: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[int]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ...) -> None: ...
+    symbols: str
+    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_tokens: _Optional[int] = ..., kv_form: _Optional[str] = ..., axis_order: _Optional[str] = ..., rope: _Optional[str] = ..., quantisation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., engine: _Optional[str] = ..., engine_layout: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[int]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., symbols: _Optional[str] = ...) -> None: ...
 
 class SequenceState(_message.Message):
     __slots__ = ("cut", "form", "piece_bytes")

@@ -54,14 +54,16 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_block_pb2.Namespace, _Mapping]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
-    __slots__ = ("ns_id", "block_bytes", "part_bytes")
+    __slots__ = ("ns_id", "block_bytes", "part_bytes", "block_symbols")
     NS_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SYMBOLS_FIELD_NUMBER: _ClassVar[int]
     ns_id: bytes
     block_bytes: int
     part_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ns_id: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_symbols: int
+    def __init__(self, ns_id: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., block_symbols: _Optional[int] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
     __slots__ = ("session_id", "prompt", "peek", "request_id")

@@ -65,7 +65,7 @@ def _variants() -> dict[str, Namespace]:
     changed = {
         "layers": 3, "kv_heads": 4, "head_dim": 16, "dtype": "float16", "block_tokens": 8, "axis_order": "x",
         "rope": "x", "quantisation": "x", "tensor_parallel": 2, "pipeline_parallel": 2, "engine": "x",
-        "engine_layout": 2, "groups": (WINDOW,),
+        "engine_layout": 2, "groups": (WINDOW,), "symbols": "digests",
     }  # fmt: skip
     variants = {
         name: dataclasses.replace(NAMESPACE, layout=dataclasses.replace(LAYOUT, **{name: value}))
