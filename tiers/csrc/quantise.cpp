@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#define KVSTORE_PART_OF_LOOP [[gnu::always_inline]] inline
+
 namespace kvstore {
 namespace {
 
@@ -132,8 +134,10 @@ struct Channels {
   std::vector<uint32_t> bad;  // 1 where an element is not finite
 };
 
+// The loops are compiled twice, for the processors that this is built for and for those that have AVX2, too: the same
+// operations in the same order, so the same bytes. What they call has to become part of them.
 template <typename Element>
-void FindLargest(const QuantisedShape& shape, const uint8_t* elements, Channels& channels) {
+KVSTORE_PART_OF_LOOP void FindLargest(const QuantisedShape& shape, const uint8_t* elements, Channels& channels) {
   float* __restrict const largest = channels.largest.data();
   uint32_t* __restrict const bad = channels.bad.data();
   const size_t count = shape.channels;  // not to be read again after each byte that is written
@@ -148,7 +152,7 @@ void FindLargest(const QuantisedShape& shape, const uint8_t* elements, Channels&
 }
 
 template <typename Element, typename Byte>
-void WriteBytes(const QuantisedShape& shape, const uint8_t* elements, uint8_t* bytes, Channels& channels) {
+KVSTORE_PART_OF_LOOP void WriteBytes(const QuantisedShape& shape, const uint8_t* elements, uint8_t* bytes, Channels& channels) {
   const float* __restrict const scale = channels.scale.data();
   const float* __restrict const inverse = channels.inverse.data();
   float* __restrict const value = channels.value.data();
@@ -176,7 +180,7 @@ void WriteBytes(const QuantisedShape& shape, const uint8_t* elements, uint8_t* b
 }
 
 template <typename Element, typename Byte>
-void QuantiseGroup(const QuantisedShape& shape, const uint8_t* elements, uint8_t* scales, uint8_t* bytes,
+KVSTORE_PART_OF_LOOP void QuantiseGroup(const QuantisedShape& shape, const uint8_t* elements, uint8_t* scales, uint8_t* bytes,
                    Channels& channels, QuantisationError& error) {
   channels.Clear();
   FindLargest<Element>(shape, elements, channels);
@@ -197,46 +201,89 @@ void QuantiseGroup(const QuantisedShape& shape, const uint8_t* elements, uint8_t
 }
 
 template <typename Element, typename Byte>
+KVSTORE_PART_OF_LOOP QuantisationError EncodeRows(const QuantisedShape& shape, const uint8_t* elements,
+                                                  uint8_t* scales, uint8_t* bytes) {
+  QuantisationError error{true, 0, 0, 0};
+  Channels channels(shape.channels);
+  const size_t group_size = shape.tokens * shape.channels;
+  for (size_t group = 0; group < shape.groups && error.finite; ++group) {
+    QuantiseGroup<Element, Byte>(shape, elements + group * group_size * sizeof(typename Element::Stored),
+                                 scales + 2 * group * shape.channels, bytes + group * group_size, channels, error);
+  }
+  return error;
+}
+
+template <typename Element, typename Byte>
+KVSTORE_PART_OF_LOOP void DecodeRows(const QuantisedShape& shape, const uint8_t* scales, const uint8_t* bytes,
+                                     uint8_t* elements) {
+  const size_t count = shape.channels;
+  std::vector<float> scale_of(count);
+  float* __restrict const scale = scale_of.data();
+  for (size_t group = 0; group < shape.groups; ++group) {
+    for (size_t channel = 0; channel < count; ++channel) {
+      scale[channel] = ReadElement<Bfloat16>(scales, group * count + channel);
+    }
+    for (size_t token = group * shape.tokens; token < (group + 1) * shape.tokens; ++token) {
+      const uint8_t* __restrict const bytes_row = bytes + token * count;
+      uint8_t* __restrict const row = elements + token * count * sizeof(typename Element::Stored);
+      for (size_t channel = 0; channel < count; ++channel) {
+        WriteElement<Element>(row, channel, Byte::Read(bytes_row[channel]) * scale[channel]);
+      }
+    }
+  }
+}
+
+template <typename Element, typename Byte>
 struct Rows {
   static QuantisationError Encode(const QuantisedShape& shape, const uint8_t* elements, uint8_t* scales,
                                   uint8_t* bytes) {
-    QuantisationError error{true, 0, 0, 0};
-    Channels channels(shape.channels);
-    const size_t group_size = shape.tokens * shape.channels;
-    for (size_t group = 0; group < shape.groups && error.finite; ++group) {
-      QuantiseGroup<Element, Byte>(shape, elements + group * group_size * sizeof(typename Element::Stored),
-                                   scales + 2 * group * shape.channels, bytes + group * group_size, channels, error);
-    }
-    return error;
+    return EncodeRows<Element, Byte>(shape, elements, scales, bytes);
   }
-
   static void Decode(const QuantisedShape& shape, const uint8_t* scales, const uint8_t* bytes, uint8_t* elements) {
-    std::vector<float> scale(shape.channels);
-    for (size_t group = 0; group < shape.groups; ++group) {
-      for (size_t channel = 0; channel < shape.channels; ++channel) {
-        scale[channel] = ReadElement<Bfloat16>(scales, group * shape.channels + channel);
-      }
-      const size_t start = group * shape.tokens * shape.channels;
-      for (size_t index = start; index < start + shape.tokens * shape.channels; index += shape.channels) {
-        for (size_t channel = 0; channel < shape.channels; ++channel) {
-          WriteElement<Element>(elements, index + channel, Byte::Read(bytes[index + channel]) * scale[channel]);
-        }
-      }
-    }
+    DecodeRows<Element, Byte>(shape, scales, bytes, elements);
   }
 };
 
-// Calls `call` with the Rows of a shape's types.
+#ifdef __x86_64__
+template <typename Element, typename Byte>
+struct Avx2Rows {
+  [[gnu::target("avx2")]] static QuantisationError Encode(const QuantisedShape& shape, const uint8_t* elements,
+                                                          uint8_t* scales, uint8_t* bytes) {
+    return EncodeRows<Element, Byte>(shape, elements, scales, bytes);
+  }
+  [[gnu::target("avx2")]] static void Decode(const QuantisedShape& shape, const uint8_t* scales, const uint8_t* bytes,
+                                             uint8_t* elements) {
+    DecodeRows<Element, Byte>(shape, scales, bytes, elements);
+  }
+};
+
+bool HasAvx2() {
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  return has_avx2;
+}
+#else
+template <typename Element, typename Byte>
+using Avx2Rows = Rows<Element, Byte>;
+
+bool HasAvx2() { return false; }
+#endif
+
+template <typename Element, typename Byte, typename Call>
+auto WithLoops(Call call) {
+  return HasAvx2() ? call(Avx2Rows<Element, Byte>()) : call(Rows<Element, Byte>());
+}
+
+// Calls `call` with the loops for a shape's types.
 template <typename Call>
 auto WithRows(const QuantisedShape& shape, Call call) {
   const bool is_e4m3 = shape.byte == ByteType::kE4m3;
   switch (shape.element) {
     case ElementType::kFloat32:
-      return is_e4m3 ? call(Rows<Float32, E4m3>()) : call(Rows<Float32, Int8>());
+      return is_e4m3 ? WithLoops<Float32, E4m3>(call) : WithLoops<Float32, Int8>(call);
     case ElementType::kFloat16:
-      return is_e4m3 ? call(Rows<Float16, E4m3>()) : call(Rows<Float16, Int8>());
+      return is_e4m3 ? WithLoops<Float16, E4m3>(call) : WithLoops<Float16, Int8>(call);
     default:
-      return is_e4m3 ? call(Rows<Bfloat16, E4m3>()) : call(Rows<Bfloat16, Int8>());
+      return is_e4m3 ? WithLoops<Bfloat16, E4m3>(call) : WithLoops<Bfloat16, Int8>(call);
   }
 }
 

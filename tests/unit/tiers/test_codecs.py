@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.codecs import quantised
 from kvstore.tiers.codecs.base import OPAQUE, PartForm
 from kvstore.tiers.codecs.blosc import BloscCodec
 from kvstore.tiers.codecs.fp8 import FP8
@@ -22,6 +27,9 @@ if TYPE_CHECKING:
 DTYPES = ["float32", "float16", "bfloat16"]
 BYTE_DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 LOSSY = [FP8, INT8]
+HERE = Path(__file__).parent
+CSRC = Path(quantised.__file__).parents[1] / "csrc"
+NO_AVX2 = 77
 
 
 def as_bytes(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -202,3 +210,16 @@ def test_an_unknown_codec_and_a_missing_library_are_refused_by_name(monkeypatch:
         make_codec("blosc2")
     assert pipeline_of(1) is None
     blosc._library.cache_clear()
+
+
+def test_loops_for_wide_registers_give_the_bytes_of_the_plain_ones(tmp_path: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler, or no processor with two kinds of loops")
+    program = tmp_path / "both_ways"
+    flags = ["-std=c++17", "-O3", "-fno-trapping-math", "-fno-math-errno", f"-I{CSRC}"]
+    subprocess.run([compiler, *flags, HERE / "quantised_rows_both_ways.cpp", "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    if done.returncode == NO_AVX2:
+        pytest.skip("this processor has no AVX2")
+    assert (0, "") == (done.returncode, done.stdout)
