@@ -18,7 +18,7 @@ from kvstore.tiers.coded_transfer import BlockToWrite
 from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.manifest import row_key
 from kvstore.tiers.size_classes import RecentSizes, class_bytes, fit
-from kvstore.tiers.slab import coded_geometry, slab_bytes
+from kvstore.tiers.slab import coded_geometry, file_bytes, slab_bytes
 from kvstore.tiers.slots import HolderTable, SlotMap, as_slots
 from kvstore.tiers.transfer import IO_BYTES_MAX, Occupant
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 ERASE_SLOTS_MAX = 64
 RETRIED_SLOTS_MAX = 256
+_REQUESTS_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class DiskPool:
     @property
     def reserved_bytes(self) -> int:
         """Real bytes of the pool's slab files."""
-        return sum(slab_bytes(slab.geometry, slab.header.slot_count) for slab in self._table.holders)
+        return file_bytes(self._table.holders)
 
     @property
     def at_limit(self) -> bool:
@@ -538,29 +539,33 @@ class DiskPool:
     def _grow(self, count: int) -> bool:
         """Add a slab unless another thread just did; false if there is no room."""
         with self._grow_lock:
-            return self.free_slots >= count or self._add_slab(self._wanted_kind)
+            return self.free_slots >= count or self._add_slab(self._wanted_kind, count)
 
     def _grow_kind(self, kind: int, count: int) -> bool:
         """The same for slots of one kind."""
         with self._grow_lock:
             with self._lock:
                 free_count = self._slots.free_within(self._firsts_of(kind))
-            return free_count >= count or self._add_slab(kind)
+            return free_count >= count or self._add_slab(kind, count)
 
-    def _add_slab(self, kind: int) -> bool:
-        """Make a slab; idle ones of other kinds go for it where they must. `_grow_lock` must be held."""
-        slab = self._make_slab(kind)
+    def _add_slab(self, kind: int, count: int) -> bool:
+        """Make a slab for a request; idle ones of other kinds go for it where they must. `_grow_lock` must be held."""
+        slab = self._make_slab(kind, count)
         if slab is None and self._give_back_others(kind):
-            slab = self._make_slab(kind)
+            slab = self._make_slab(kind, count)
         if slab is None:
             return False
         with self._lock:
             self._add(slab)
         return True
 
-    def _make_slab(self, kind: int) -> Slab | None:
+    def _make_slab(self, kind: int, count: int) -> Slab | None:
+        """As large as what is there of the kind, or a few times what is asked for: neighbours for some requests."""
         left_bytes = None if self.bytes_max is None else self.bytes_max - self.reserved_bytes
-        return self._services.folder.create(self._ns_id, self._geometry_of(kind), left_bytes)
+        geometry = self._geometry_of(kind)
+        present_bytes = file_bytes(slab for slab in self.slabs if slab.geometry.kind == kind)
+        needed_bytes = max(present_bytes, slab_bytes(geometry, _REQUESTS_AHEAD * count))
+        return self._services.folder.create(self._ns_id, geometry, needed_bytes=needed_bytes, bytes_max=left_bytes)
 
     def _give_back_others(self, kind: int) -> bool:
         table = self._table

@@ -33,7 +33,7 @@ from kvstore.tiers.coded_header import coded_header_bytes
 from kvstore.tiers.header import TOKEN_BYTES, header_pages_bytes, packed_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -210,3 +210,8 @@ class Slab:
 def slab_bytes(geometry: SlotGeometry, slot_count: int) -> int:
     """Length of a slab file with `slot_count` slots."""
     return PAGE_BYTES + slot_count * geometry.slot_bytes
+
+
+def file_bytes(slabs: Iterable[Slab]) -> int:
+    """Real bytes of some slab files."""
+    return sum(slab_bytes(slab.geometry, slab.header.slot_count) for slab in slabs)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from kvstore.tiers.slab_volume import SlabVolume
 
 SLAB_BYTES_MAX = 64 << 20
+# Slabs are a sixteenth of the capacity where a pool has, or asks for, as much of a kind of slots, and smaller at first,
+# but no less than this share: many namespaces, each with several sizes of slots, have room beside each other then.
+_LARGEST_SHARE = 16
+_SMALLEST_SHARE = 256
 # Superblock, secret and lock, with their temporary files.
 METADATA_BYTES = 128 << 10
 # Lock and label of each further folder, with their temporary files.
@@ -62,13 +66,15 @@ class SlabFolder:
         """Real bytes of all slab files."""
         return sum(volume.file_bytes for volume in self.volumes)
 
-    def create(self, ns_id: bytes, geometry: SlotGeometry, bytes_max: int | None = None) -> Slab | None:
-        """A new, preallocated slab of at most `bytes_max`.
+    def create(
+        self, ns_id: bytes, geometry: SlotGeometry, *, needed_bytes: int, bytes_max: int | None = None
+    ) -> Slab | None:
+        """A new, preallocated slab of at most `bytes_max`, and of `needed_bytes` where that is a usual size.
 
         None when that, the capacity or the file systems have no room for one, and after close().
         """
         with self._lock:
-            wanted_count = 0 if self._closed else self._allowed_slots(geometry)
+            wanted_count = 0 if self._closed else self._allowed_slots(geometry, needed_bytes)
             if bytes_max is not None:
                 wanted_count = min(wanted_count, (bytes_max - slab_bytes(geometry, 0)) // geometry.slot_bytes)
             if wanted_count <= 0:
@@ -154,9 +160,9 @@ class SlabFolder:
         self._open_slabs[number] = slab
         return slab
 
-    def _allowed_slots(self, geometry: SlotGeometry) -> int:
+    def _allowed_slots(self, geometry: SlotGeometry, needed_bytes: int) -> int:
         """Slots of the next slab: the usual size, at least one slot, at most what the capacity leaves."""
-        usual_count = max(1, (self._usual_bytes() - PAGE_BYTES) // geometry.slot_bytes)
+        usual_count = max(1, (self._usual_bytes(needed_bytes) - PAGE_BYTES) // geometry.slot_bytes)
         empty_bytes = _charged_bytes(geometry, 0)
         slot_bytes = _charged_bytes(geometry, 1) - empty_bytes
         return max(0, min(usual_count, (self._left_bytes() - empty_bytes) // slot_bytes))
@@ -170,8 +176,10 @@ class SlabFolder:
         self._faults.add(DiskFault.FREE_FLOOR)
         return fitting_count if fitting_count >= min(wanted_count, SLOTS_MIN) else 0
 
-    def _usual_bytes(self) -> int:
-        return min(SLAB_BYTES_MAX, whole_pages(self.capacity_bytes // 16))
+    def _usual_bytes(self, needed_bytes: int) -> int:
+        least_bytes = self.capacity_bytes // _SMALLEST_SHARE
+        most_bytes = min(SLAB_BYTES_MAX, self.capacity_bytes // _LARGEST_SHARE)
+        return whole_pages(min(most_bytes, max(least_bytes, needed_bytes)))
 
     def _left_bytes(self) -> int:
         other_bytes = METADATA_BYTES + FOLDER_METADATA_BYTES * (len(self.volumes) - 1) + self.policy_bytes_max

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +69,26 @@ def test_blocks_that_compress_badly_find_room_on_a_disk_full_of_small_ones(store
     assert space.tree.tier_blocks(Tier.DISK) == space.disk.used_slots  # type: ignore[union-attr]
 
 
-def _store(store: Store, number: int, entropy: int) -> None:
+def test_many_namespaces_of_several_sizes_of_slots_stay_beside_each_other_on_a_small_disk(tmp_path: Path) -> None:
+    settings = StoreSettings(codecs=(CodecRule(compression="blosc2"),), disk_admission="write_through")
+    namespaces = [replace(BLOCKS, tenant=f"tenant-{number}") for number in range(24)]
+    with open_store(tmp_path, host_bytes=8 * MIB, disk_bytes=32 * MIB, free_floor_bytes=0, settings=settings) as store:
+        for namespace in namespaces:
+            for number in range(6):
+                _store(store, number, number % 3 / 2, namespace)
+            store.flush()
+        stats = store.stats()
+        assert ({}, 0) == (stats.rejected_blocks, stats.evicted_blocks.get("disk", 0))
+        assert 24 * 6 == stats.tiers["disk"].blocks
+    with open_store(tmp_path, host_bytes=8 * MIB, disk_bytes=32 * MIB, free_floor_bytes=0, settings=settings) as store:
+        assert {6} == {sum(_match(store, number, namespace) for number in range(6)) for namespace in namespaces}
+
+
+def _match(store: Store, number: int, namespace: Namespace) -> int:
+    return store.match(namespace, range(100 * number, 100 * number + 16)).blocks
+
+
+def _store(store: Store, number: int, entropy: float, namespace: Namespace = BLOCKS) -> None:
     rng = np.random.default_rng(number)
-    with store.stage(BLOCKS, range(100 * number, 100 * number + 16)) as stage:
-        stage.write_from(rng.integers(0, 1 + 255 * entropy, (1, LAYOUT.block_bytes), dtype=np.uint8))
+    with store.stage(namespace, range(100 * number, 100 * number + 16)) as stage:
+        stage.write_from(rng.integers(0, 1 + int(255 * entropy), (1, LAYOUT.block_bytes), dtype=np.uint8))
