@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.memory_limit import MemoryLimit
     from kvstore.types import Slots
 
-EXTENT_BYTES_MIN = 4 << 20
+EXTENT_BYTES_MIN = 256 << 10
 EXTENT_BYTES_MAX = 256 << 20
 EXTENTS_MAX = 1024  # each takes a descriptor; where it would be more, extents are larger
 POISON = 0xDB
@@ -388,9 +388,11 @@ def _place_of(slot_range: SlotRange, extent: Extent) -> ExtentPlace:
 
 
 def default_extent_bytes(capacity_bytes: int) -> int:
-    """What an extent has: a sixteenth of the capacity between 4 and 256 MiB, more where that made too many of them."""
+    """What an extent has: a sixteenth of the capacity between 256 KiB and 256 MiB, more where they were too many."""
     usual = min(max(capacity_bytes // 16, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
-    return max(usual, -(-capacity_bytes // EXTENTS_MAX // _MIB) * _MIB)
+    if usual * EXTENTS_MAX >= capacity_bytes:
+        return usual
+    return -(-capacity_bytes // EXTENTS_MAX // _MIB) * _MIB
 
 
 def _check_capacity(capacity_bytes: int, limit: MemoryLimit | None) -> None:

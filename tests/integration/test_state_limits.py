@@ -55,6 +55,15 @@ def test_others_take_nothing_of_what_a_quota_ensures(kind: str):
         assert PATHS[:10] == found(store, STATES, PATHS)
 
 
+def test_two_namespaces_stay_beside_each_other_in_a_small_host_memory():
+    with open_store(None, host_bytes=4 * MIB) as store:
+        for path in PATHS[:5]:
+            assert store_state(store, STATES, path, SIZE)
+            assert store_state(store, OTHERS, path, SIZE)
+        assert (PATHS[:5], PATHS[:5]) == (found(store, STATES, PATHS), found(store, OTHERS, PATHS))
+        assert {} == store.stats().evicted_blocks
+
+
 def test_what_is_written_through_is_on_disk_before_it_leaves_host_memory(tmp_path: Path):
     settings = StoreSettings(disk_admission="write_through")
     with open_store(tmp_path, host_bytes=16 * MIB, disk_bytes=64 * MIB, settings=settings) as store:
