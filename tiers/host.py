@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvstore.tiers.memory_limit import MemoryLimit
     from kvstore.types import Slots
 
-EXTENT_BYTES_MIN = 256 << 10
+EXTENT_BYTES_MIN = 4 << 20
+_EXTENTS_MIN = 4  # so that namespaces have room beside each other in a small memory, too
 EXTENT_BYTES_MAX = 256 << 20
 EXTENTS_MAX = 1024  # each takes a descriptor; where it would be more, extents are larger
 POISON = 0xDB
@@ -388,8 +389,9 @@ def _place_of(slot_range: SlotRange, extent: Extent) -> ExtentPlace:
 
 
 def default_extent_bytes(capacity_bytes: int) -> int:
-    """What an extent has: a sixteenth of the capacity between 256 KiB and 256 MiB, more where they were too many."""
-    usual = min(max(capacity_bytes // 16, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
+    """What an extent has: a sixteenth of the capacity between 4 and 256 MiB; less or more where too few or many result."""
+    least = min(EXTENT_BYTES_MIN, max(1, capacity_bytes // _EXTENTS_MIN))
+    usual = min(max(capacity_bytes // 16, least), EXTENT_BYTES_MAX)
     if usual * EXTENTS_MAX >= capacity_bytes:
         return usual
     return -(-capacity_bytes // EXTENTS_MAX // _MIB) * _MIB
