@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask
     from kvstore.tiers.codecs.aes_gcm import BlockCipher, PieceCipher
     from kvstore.tiers.codecs.coding import EncodedBlock, PoolCoding
+    from kvstore.tiers.codecs.known_keys import KnownKeys
     from kvstore.tiers.coded_header import CodedHeader
     from kvstore.tiers.file_io import FileIo
     from kvstore.tiers.slab import Slab
@@ -63,6 +64,11 @@ class CodedTransfer:
         self._faults = transfer.faults
         self._io = io
         self._next_sequence = next_sequence
+        self._known_keys: KnownKeys | None = None
+
+    def note_keys(self, known_keys: KnownKeys) -> None:
+        """Where keys are written down before they encrypt; before this call nothing can be encrypted."""
+        self._known_keys = known_keys
 
     def write(self, run: SlotRun[Slab], blocks: Sequence[BlockToWrite]) -> list[WrittenBlock | None]:
         """Write one block into each slot of a run; None where it was not written. See SlotTransfer.write.
@@ -148,7 +154,9 @@ class CodedTransfer:
         if not block.encoded.pipeline.encrypts:
             return WrittenBlock(sequence, lay_out(Place(*where), block.identity, block.encoded, None, span))
         assert self.cipher is not None, "a pipeline that encrypts was accepted without keys"
+        assert self._known_keys is not None, "nothing is written while a directory is opened"
         key, salt, sealer = self.cipher.sealer()
+        self._known_keys.note(key)
         place = Place(*where, key.key_id, salt)
         return WrittenBlock(sequence, lay_out(place, block.identity, block.encoded, sealer, span))
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.codecs.aes_gcm import BlockCipher
+from kvstore.tiers.codecs.known_keys import KnownKeys, require_keys, still_needed
+from kvstore.tiers.coded_header import CodedHeader
 from kvstore.tiers.coded_transfer import CodedTransfer
 from kvstore.tiers.directory import boot_id
 from kvstore.tiers.disk_pool import DiskServices
@@ -21,6 +23,7 @@ from kvstore.tiers.superblock import Superblock, SuperblockFile, load_superblock
 from kvstore.tiers.transfer import SlotTransfer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -79,6 +82,8 @@ def open_files(directory: DataDirectory, settings: DiskSettings, io: FileIo, und
         raise ConfigError(f"{len(settings.further_paths)} further folders are named, expected at most {FOLDERS_MAX}")
     faults = FaultCounts()
     before = load_superblock(directory.superblock_path)
+    if before is not None:
+        require_keys(before.keys, settings.keys, directory.path)
     secret = directory.secret(io)
     folders = FolderSet(io, secret, before.folders if before is not None else (), faults)
     undo.callback(folders.close)
@@ -113,7 +118,8 @@ def open_files(directory: DataDirectory, settings: DiskSettings, io: FileIo, und
         faults.add(DiskFault.INDEX_FULL)
     for block in superseded:
         transfer.erase(block.slab, [block.index])
-    superblock = SuperblockFile(io, directory.superblock_path, _next_start(before, slabs, folders))
+    superblock = SuperblockFile(io, directory.superblock_path, _next_start(before, slabs, folders, found))
+    coded.note_keys(KnownKeys(superblock))
     services = DiskServices(folder, transfer, coded, manifest, superblock, faults, next_sequence)
     blocks: dict[int, list[FoundBlock]] = {}
     for block in kept:
@@ -121,8 +127,11 @@ def open_files(directory: DataDirectory, settings: DiskSettings, io: FileIo, und
     return DiskFiles(directory, folders, services, secret, slabs, blocks)
 
 
-def _next_start(before: Superblock, slabs: list[Slab], folders: FolderSet) -> Superblock:
-    """The superblock of this start. Slots in quarantine are forgotten with their slab, unless that is not there now."""
+def _next_start(before: Superblock, slabs: list[Slab], folders: FolderSet, found: Sequence[FoundBlock]) -> Superblock:
+    """The superblock of this start. Slots in quarantine are forgotten with their slab, unless that is not there now.
+
+    So are keys with the last block that they encrypted.
+    """
     slot_counts = {slab.number: slab.header.slot_count for slab in slabs}
     absent = {record.number for record in folders.records() if not record.was_present}
     return replace(
@@ -136,7 +145,12 @@ def _next_start(before: Superblock, slabs: list[Slab], folders: FolderSet) -> Su
             if slot < slot_counts.get(slab, 0) or slab >> NUMBER_BITS in absent
         ),
         folders=folders.records(),
+        keys=before.keys if absent else still_needed(before.keys, _key_ids(found)),
     )
+
+
+def _key_ids(found: Iterable[FoundBlock]) -> set[bytes]:
+    return {block.header.place.key_id for block in found if isinstance(block.header, CodedHeader)}
 
 
 def _find_blocks(

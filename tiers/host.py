@@ -389,7 +389,7 @@ def _place_of(slot_range: SlotRange, extent: Extent) -> ExtentPlace:
 
 
 def default_extent_bytes(capacity_bytes: int) -> int:
-    """What an extent has: a sixteenth of the capacity between 4 and 256 MiB; less or more where too few or many result."""
+    """A sixteenth of the capacity between 4 and 256 MiB; less where they were too few, more where too many."""
     least = min(EXTENT_BYTES_MIN, max(1, capacity_bytes // _EXTENTS_MIN))
     usual = min(max(capacity_bytes // 16, least), EXTENT_BYTES_MAX)
     if usual * EXTENTS_MAX >= capacity_bytes:

@@ -23,7 +23,7 @@ from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.further_folders import FolderLabel
 from kvstore.tiers.header import BlockHeader, unpack_header
 from kvstore.tiers.slab import SlabHeader, slab_bytes, unpack_slab_header
-from kvstore.tiers.superblock import FolderRecord, Superblock, load_superblock
+from kvstore.tiers.superblock import FolderRecord, KeyRecord, Superblock, load_superblock
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ SUPERBLOCKS = [
             FolderRecord(1, was_present=True, folder_id=b"f" * 16, path="/mnt/other"),
             FolderRecord(2, was_present=False, folder_id=b"g" * 16, path="/mnt/\udcff"),
         ),
+        keys=(KeyRecord(b"old".ljust(8, b"\0"), b"c" * 16), KeyRecord(b"new".ljust(8, b"\0"), b"d" * 16)),
     ),
 ]
 SLABS = [

@@ -49,6 +49,9 @@ class OneKey:
     def find(self, key_id: bytes) -> Key | None:
         return self.current() if key_id == b"model   " else None
 
+    def is_dropped(self, key_id: bytes) -> bool:
+        return False
+
 
 PIPELINES = st.sampled_from(
     [None, Pipeline(make_codec("blosc2"), False), Pipeline(NONE, True), Pipeline(make_codec("blosc2"), True)]

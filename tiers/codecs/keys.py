@@ -19,6 +19,7 @@ KEY_BYTES = 32
 NO_KEY = bytes(KEY_ID_BYTES)
 _FILE_BYTES_MAX = 1 << 16
 _HEX_CHARACTERS = 2 * KEY_BYTES
+_DROPPED = b"dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,26 @@ class KeyProvider(Protocol):
         """The key of this name; None where there is none (any more), and what it wrote is lost."""
         ...
 
+    def is_dropped(self, key_id: bytes) -> bool:
+        """Whether what the key of this name wrote may go."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a file says: keys by name, in order, and names of those whose blocks may go."""
+
+    keys: dict[bytes, Key]
+    dropped: frozenset[bytes]
+
 
 class FileKeys:
     """A KeyProvider over a file that only its owner may read: a line for each key, the newest first.
 
-    A line is a name of 1 to 8 letters, digits, - or _, and 64 hexadecimal digits, with a space between them. Empty
-    lines and those that begin with # do not count. The first key writes, all of them read. The file is read again when
-    it has changed; one that cannot be used then is left aside with a warning, and the keys stay as they were.
+    A line is a name of 1 to 8 letters, digits, - or _, and 64 hexadecimal digits, with a space between them. In place
+    of the digits `dropped` says that what the key of this name wrote may go. Empty lines and those that begin with # do
+    not count. The first key writes, all of them read. The file is read again when it has changed; one that cannot be
+    used then is left aside with a warning, and the keys stay as they were.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -54,33 +68,37 @@ class FileKeys:
         self._path = Path(path)
         self._lock = threading.Lock()
         self._seen = self._state()
-        self._keys = self._read()
+        self._content = self._read()
 
     def current(self) -> Key:
         """The first key of the file."""
-        return next(iter(self._fresh().values()))
+        return next(iter(self._fresh().keys.values()))
 
     def find(self, key_id: bytes) -> Key | None:
         """A key of the file, by its name."""
-        return self._fresh().get(key_id)
+        return self._fresh().keys.get(key_id)
+
+    def is_dropped(self, key_id: bytes) -> bool:
+        """Whether the file says so."""
+        return key_id in self._fresh().dropped
 
     def reload(self) -> None:
         """Read the file again. Raises ConfigError, and nothing has changed, if it cannot be used."""
         with self._lock:
             seen = self._state()
-            self._keys = self._read()
+            self._content = self._read()
             self._seen = seen
 
-    def _fresh(self) -> dict[bytes, Key]:
+    def _fresh(self) -> _Content:
         with self._lock:
             seen = self._state()
             if seen != self._seen:
                 self._seen = seen
                 try:
-                    self._keys = self._read()
+                    self._content = self._read()
                 except ConfigError as error:
                     logger.warning("key file is not used as it is now; the keys stay as they were: %s", error)
-            return self._keys
+            return self._content
 
     def _state(self) -> tuple[int, ...]:
         try:
@@ -89,7 +107,7 @@ class FileKeys:
             return ()
         return (found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode)
 
-    def _read(self) -> dict[bytes, Key]:
+    def _read(self) -> _Content:
         try:
             with self._path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
@@ -108,25 +126,29 @@ class FileKeys:
         return _parse(content, self._path)
 
 
-def _parse(content: bytes, path: Path) -> dict[bytes, Key]:
+def _parse(content: bytes, path: Path) -> _Content:
     keys: dict[bytes, Key] = {}
+    dropped: set[bytes] = set()
     for number, line in enumerate(content.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith(b"#"):
             continue
         name, secret = words if len(words) == 2 else (b"", b"")
-        if not _is_name(name) or len(secret) != _HEX_CHARACTERS:
+        if not _is_name(name) or (secret != _DROPPED and len(secret) != _HEX_CHARACTERS):
             raise ConfigError(
                 f"key file {path}, line {number}: expected a name of 1 to {KEY_ID_BYTES} letters, digits, - or _, a "
-                f"space and {_HEX_CHARACTERS} hexadecimal digits"
+                f"space and {_HEX_CHARACTERS} hexadecimal digits, or 'dropped'"
             )
         key_id = name.ljust(KEY_ID_BYTES, b"\0")
-        if key_id in keys:
+        if key_id in keys or key_id in dropped:
             raise ConfigError(f"key file {path}, line {number}: key {name.decode()} is there twice; rename one of them")
-        keys[key_id] = Key(key_id, _from_hex(secret, path, number))
+        if secret == _DROPPED:
+            dropped.add(key_id)
+        else:
+            keys[key_id] = Key(key_id, _from_hex(secret, path, number))
     if not keys:
         raise ConfigError(f"key file {path} has no key, expected a line for each one")
-    return keys
+    return _Content(keys, frozenset(dropped))
 
 
 def _is_name(name: bytes) -> bool:

@@ -54,6 +54,11 @@ def write_keys(path: Path, *names: str) -> Path:
     return path.with_name("next").replace(path)
 
 
+def drop_key(path: Path, name: str) -> None:
+    """Give up what a key wrote, in the file that has the others."""
+    path.write_text(path.read_text() + f"{name} dropped\n")
+
+
 @pytest.fixture
 def opened(disk: Disk, key_path: Path) -> Callable[..., DiskTier]:
     """Opens the tier with the keys of the file as it is now."""
@@ -239,11 +244,58 @@ def test_a_new_key_writes_and_the_old_one_still_reads(
     new = blocks.store(pool, [101, 102])
     assert [True] * 14 == [*blocks.right(pool, old, NUMBERS), *blocks.right(pool, new, [101, 102])]
     tier.close()
-    write_keys(key_path, "two")
+    drop_key(write_keys(key_path, "two"), "one")
     tier = opened()
     blocks.pool(tier)
     assert {101: True, 102: True} == blocks.recovered(tier)
     assert 12 == tier.faults["unknown_key"]
+    tier.close()
+    write_keys(key_path, "two")
+    opened()
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+@pytest.mark.parametrize(
+    ("names", "complaint"),
+    [
+        (None, "blocks encrypted with the key one, but no key file is named; set tiers.disk.key_file"),
+        (
+            ["other"],
+            "no key one that encrypted blocks .* give up what it wrote by a line 'one dropped'",
+        ),
+        (["one again"], "the key file has another key one than the one that encrypted blocks"),
+    ],
+    ids=["no keys", "key gone", "another key of that name"],
+)
+def test_a_start_without_a_key_that_wrote_is_refused_and_deletes_nothing(
+    opened: Callable[..., DiskTier],
+    disk: Disk,
+    blocks_of: Callable[..., Blocks],
+    key_path: Path,
+    names: list[str] | None,
+    complaint: str,
+    index: str,
+) -> None:
+    blocks = blocks_of(coding=coded("none", True))
+    tier = opened()
+    blocks.store(blocks.pool(tier), NUMBERS)
+    tier.close()
+    before = disk.real_bytes()
+    if index == "lost":
+        shutil.rmtree(disk.path / "index")
+        before = disk.real_bytes()
+    if names == ["one again"]:
+        key_path.write_text(f"one {'ab' * 32}\n")
+    elif names:
+        write_keys(key_path, *names)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=complaint):
+            disk.open(keys=FileKeys(key_path) if names else None)
+    assert before == disk.real_bytes()
+    write_keys(key_path, "one")
+    tier = opened()
+    blocks.pool(tier)
+    assert dict.fromkeys(NUMBERS, True) == blocks.recovered(tier)
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
@@ -260,27 +312,15 @@ def test_without_its_key_a_block_is_a_counted_miss_and_its_slot_is_used_again(
     tier.close()
     if index == "lost":
         shutil.rmtree(disk.path / "index")
-    tier = disk.open()
+    drop_key(key_path, "one")
+    tier = opened()
     assert ({}, 12) == (blocks_of().recovered(tier), tier.faults["unknown_key"])
     tier.close()
+    write_keys(key_path, "other")
     tier = opened()
     pool = blocks.pool(tier)
     again = blocks.store(pool, [201])
     assert [True] == blocks.right(pool, again, [201])
-
-
-def test_a_wrong_key_of_the_same_name_gives_nothing(
-    disk: Disk, blocks_of: Callable[..., Blocks], tmp_path: Path, key_path: Path
-) -> None:
-    blocks = blocks_of(coding=coded("none", True))
-    tier = disk.open(keys=FileKeys(key_path))
-    blocks.store(blocks.pool(tier), NUMBERS)
-    tier.close()
-    wrong = tmp_path / "wrong"
-    wrong.write_text(f"one {'ab' * 32}\n")
-    wrong.chmod(0o600)
-    tier = disk.open(keys=FileKeys(wrong))
-    assert {} == blocks.recovered(tier)
 
 
 class Recorder(SystemIo):

@@ -210,7 +210,7 @@ def test_starts_are_counted(disk: Disk) -> None:
     ("name", "offset", "content"),
     [
         ("superblock", 0, b"SOMEBODY"),
-        ("superblock", 8, b"\x03"),
+        ("superblock", 8, b"\x04"),
         ("superblock", 20, b"\xff"),
         ("slabs/slab-00000000.kvs", 8, b"\x03"),
         ("secret", 32, b"x"),

@@ -15,7 +15,7 @@ from kvstore.tiers.checksum import sealed
 from kvstore.tiers.header import BlockHeader, header_pages_bytes, packed_bytes, unpack_header
 from kvstore.tiers.manifest import parse_row_key, row_key
 from kvstore.tiers.slab import SlabHeader, slot_geometry, unpack_slab_header
-from kvstore.tiers.superblock import FolderRecord, Superblock, load_superblock
+from kvstore.tiers.superblock import FolderRecord, KeyRecord, Superblock, load_superblock
 
 IDENTITY = BlockIdentity(b"r" * 16, b"p" * 16, b"k" * 16, b"".join(n.to_bytes(4, "little") for n in range(16)))
 HEADER = BlockHeader(
@@ -39,6 +39,7 @@ SUPERBLOCK = Superblock(
     generations={b"o" * 16: 1, b"n" * 16: 5},
     quarantined=frozenset({(3, 9), (3, 1)}),
     folders=(FolderRecord(1, was_present=True, folder_id=b"f" * 16, path="/mnt/other"),),
+    keys=(KeyRecord(b"key".ljust(8, b"\0"), b"c" * 16),),
 )
 # As version 1 had it, without quarantined slots and further folders.
 SUPERBLOCK_1 = (
@@ -69,15 +70,23 @@ def test_the_slab_header_is_as_documented() -> None:
 
 def test_the_superblock_is_as_documented() -> None:
     packed = SUPERBLOCK.pack()
-    assert 56 + 2 * 24 + 2 * 8 + 28 + 10 + 8 == len(packed)
-    assert "5215186229032bcb" == digest_of(packed)
+    assert 60 + 2 * 24 + 2 * 8 + 28 + 10 + 24 + 8 == len(packed)
+    assert "383fb61255b8f65a" == digest_of(packed)
 
 
 def test_a_superblock_of_version_1_is_read_too(tmp_path: Path) -> None:
     path = tmp_path / "superblock"
     path.write_bytes(sealed(SUPERBLOCK_1))
     assert "b7d9ed028ac75f95" == digest_of(path.read_bytes())
-    assert replace(SUPERBLOCK, quarantined=frozenset(), folders=()) == load_superblock(path)
+    assert replace(SUPERBLOCK, quarantined=frozenset(), folders=(), keys=()) == load_superblock(path)
+
+
+def test_a_superblock_of_version_2_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "superblock"
+    packed = replace(SUPERBLOCK, keys=()).pack()
+    path.write_bytes(sealed(packed[:8] + b"\x02" + packed[9:56] + packed[60:-8]))
+    assert "5215186229032bcb" == digest_of(path.read_bytes())
+    assert replace(SUPERBLOCK, keys=()) == load_superblock(path)
 
 
 def test_a_header_comes_back_with_whatever_pads_its_page() -> None:

@@ -27,6 +27,13 @@ def test_the_first_key_writes_and_all_of_them_read(tmp_path: Path) -> None:
     assert keys.find(b"gone".ljust(8, b"\0")) is None
 
 
+def test_what_a_key_wrote_may_be_given_up(tmp_path: Path) -> None:
+    keys = FileKeys(key_file(tmp_path / "keys", f"new {A}\nold dropped\n"))
+    names = [name.ljust(8, b"\0") for name in (b"new", b"old", b"other")]
+    assert [False, True, False] == [keys.is_dropped(name) for name in names]
+    assert [True, False, False] == [keys.find(name) is not None for name in names]
+
+
 def test_no_key_is_ever_shown(tmp_path: Path) -> None:
     keys = FileKeys(key_file(tmp_path / "keys", f"new {A}\n"))
     assert A not in repr(keys.current())
@@ -46,6 +53,8 @@ def test_no_key_is_ever_shown(tmp_path: Path) -> None:
         (f"ok {B}\nmuch-too-long {A}\n", 0o600, "line 2: expected a name"),
         (f"a!b {A}\n", 0o600, "line 1: expected a name"),
         (f"new {A}\nnew {B}\n", 0o600, "line 2: key new is there twice"),
+        (f"new {A}\nnew dropped\n", 0o600, "line 2: key new is there twice"),
+        ("old dropped\n", 0o600, "has no key"),
         ("#" * 70_000, 0o600, "has more than 65536 bytes"),
     ],
 )
