@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,12 +20,20 @@ if TYPE_CHECKING:
 _TRIES_MAX = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Which blocks are on disk, and why the others are not, as counters call it."""
+
+    stored: Mask
+    refused: Counter[str]
+
+
 def write_blocks(
     pool: PersistentPool,
     slots: Slots,
     blocks: tuple[Sequence[BlockIdentity], Sequence[Sequence[Bytes1D]]],
     free_some: Callable[[int], bool],
-) -> Mask:
+) -> Written:
     """Write blocks, given as identities and sources; see PersistentPool.write. The room lock must be held.
 
     Where slots were free, but none so large as some blocks turned out to need, `free_some(missing)` lets others leave,
@@ -32,8 +42,9 @@ def write_blocks(
     identities, sources = blocks
     before = _unfitting_blocks(pool)
     written = pool.write(slots, identities, sources)
+    unfitting_count = _unfitting_blocks(pool) - before
     tries = 0
-    while tries < _TRIES_MAX and _unfitting_blocks(pool) > before and free_some(int((~written).sum())):
+    while tries < _TRIES_MAX and unfitting_count and free_some(int((~written).sum())):
         before = _unfitting_blocks(pool)
         missing = np.flatnonzero(~written).tolist()
         again = slots[missing]
@@ -42,8 +53,10 @@ def write_blocks(
         finally:
             slots[missing] = again
         written[missing] = stored
+        unfitting_count = _unfitting_blocks(pool) - before
         tries = 0 if stored.any() else tries + 1
-    return written
+    refused = Counter(no_slot_of_size=unfitting_count, disk_error=int((~written).sum()) - unfitting_count)
+    return Written(written, +refused)
 
 
 def _unfitting_blocks(pool: PersistentPool) -> int:

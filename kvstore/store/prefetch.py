@@ -307,8 +307,7 @@ def _hold(space: Space, ids: BlockIds) -> HeldMatch:
 class WriteThrough:
     """A prompt that was just stored, to be written to disk."""
 
-    def __init__(self, index: Index, room: RoomMaker, space: Space, found: Found) -> None:
-        self._index = index
+    def __init__(self, room: RoomMaker, space: Space, found: Found) -> None:
         self._room = room
         self._space = space
         self._found = found
@@ -320,16 +319,7 @@ class WriteThrough:
 
     def run(self) -> None:
         """Write what is there of it still."""
-        with self._index.lock:
-            ids = self._space.confirm(self._found)
-            self._space.tree.lease(ids)
-        try:
-            if ids.size:
-                self._room.write_through(self._space, ids)
-        finally:
-            with self._index.lock:
-                freed = self._space.release(ids)
-            self._index.settle(freed)
+        self._room.write_through(self._space, self._found)
 
     def drop(self) -> None:
         """The store closes, and flushes."""

@@ -8,8 +8,8 @@ Everything here runs on the thread that asked for room, one thread at a time, wi
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -32,14 +32,15 @@ from kvstore.store.placement import (
 )
 from kvstore.store.sparse_moves import SparseMover
 from kvstore.store.state_moves import StateMover
+from kvstore.store.turn_lock import TurnLock
 from kvstore.store.turnover import Turnover
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvstore.store.index import Index
-    from kvstore.store.space import Space
+    from kvstore.store.space import Found, Space
     from kvstore.store.sparse import SparseGroup
     from kvstore.tiers.base import Mask, Pool, SlotRange
     from kvstore.tiers.persistent import PersistentPool
@@ -61,11 +62,14 @@ class Reserved:
 
 
 class RoomMaker:
-    """Reserves slots, demotes and evicts. `lock` is the room lock: it is held while blocks move between tiers."""
+    """Reserves slots, demotes and evicts. `lock` is the room lock: it is held while blocks move between tiers.
+
+    For a batch of blocks, a state, or an extent at a time: so who evicts by request waits for no more than that.
+    """
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self.lock = threading.Lock()
+        self.lock = TurnLock()
         self.sparse = SparseMover(index, self)
         self.states = StateMover(index, self)
         self._admission = DiskAdmission(index.settings.disk_admission)
@@ -110,14 +114,17 @@ class RoomMaker:
         finally:
             self.lock.release()
 
-    def write_through(self, space: Space, ids: BlockIds) -> None:
-        """Write blocks that the caller holds to disk, ancestors first, as far as they are in host memory alone."""
+    def write_through(self, space: Space, found: Found) -> None:
+        """Write what is there of a match to disk, ancestors first, as far as it is in host memory alone."""
         with self.lock:
-            self._index.prepare_keys(space, ids)
             with self._index.lock:
+                ids = space.confirm(found)
                 alone = (space.tree.slots(ids, Tier.DISK) == NO_SLOT) & (space.tree.slots(ids, Tier.HOST) != NO_SLOT)
-            self._copy_to_disk(space, ids[alone])
-            self.sparse.write_through(space, ids)
+                space.tree.lease(ids)
+            with self._releasing(space, ids):
+                self._index.prepare_keys(space, ids)
+                self._copy_to_disk(space, ids[alone])
+                self.sparse.write_through(space, ids)
 
     def return_extent(self, space: Space, group: SparseGroup, tier: Tier, worth: float = inf) -> bool:
         """Have a tier get back an extent or slab that a sparse group of a space can take; `lock` must be held.
@@ -146,30 +153,52 @@ class RoomMaker:
         disk = self._index.disk
         if disk is None:
             return
-        with self.lock:
-            for space in self._index.spaces():
-                self._flush_space(space)
+        for space in self._index.spaces():
+            next_id: int | None = 0
+            while next_id is not None:
+                next_id = self._flush_slice(space, next_id)
+            with self.lock:
                 self.sparse.flush(space)
-                if space.states is not None:
-                    self.states.flush(space)
+            if space.states is not None:
+                self.states.flush(space)
         disk.flush()
 
-    def _flush_space(self, space: Space) -> None:
-        next_id: int | None = 0
-        has_room = True
-        while has_room and next_id is not None:
-            with self._index.lock:
-                ids, next_id = space.tree.missing_in(Tier.DISK, Tier.HOST, next_id)
-                space.tree.lease(ids)
-            try:
-                self._index.prepare_keys(space, ids)
-                # What is lost otherwise is all of host memory, so it need not be likely to be used soon.
-                terms = DiskTerms(self.disk_terms(space, int(ids.size)).victim_value, None)
-                has_room = self._copy_to_disk(space, self._demoted(space, ids[::-1].copy(), terms))
-            finally:
+    def _flush_slice(self, space: Space, first_id: int) -> int | None:
+        """Flush a slice of the tree; where to go on, None at its end or where the disk has no more room.
+
+        Between two batches the room lock is free, and nothing is held.
+        """
+        planned: BlockIds | None = None
+        while True:
+            with self.lock:
                 with self._index.lock:
-                    freed = space.release(ids)
-                self._index.settle(freed)
+                    ids, next_id = space.tree.missing_in(Tier.DISK, Tier.HOST, first_id)
+                    space.tree.lease(ids)
+                with self._releasing(space, ids):
+                    planned = self._planned(space, ids) if planned is None else planned[np.isin(planned, ids)]
+                    batch, planned = np.split(planned, [_batch_blocks(space)])
+                    has_room = self._copy_to_disk(space, batch)
+            if not has_room:
+                return None
+            if not planned.size:
+                return next_id
+
+    def _planned(self, space: Space, ids: BlockIds) -> BlockIds:
+        """Those of some blocks that a flush writes, in that order."""
+        self._index.prepare_keys(space, ids)
+        # What is lost otherwise is all of host memory, so it need not be likely to be used soon.
+        terms = DiskTerms(self.disk_terms(space, int(ids.size)).victim_value, None)
+        return self._demoted(space, ids[::-1].copy(), terms)
+
+    @contextmanager
+    def _releasing(self, space: Space, ids: BlockIds) -> Iterator[None]:
+        """End one hold on blocks, however this ends."""
+        try:
+            yield
+        finally:
+            with self._index.lock:
+                freed = space.release(ids)
+            self._index.settle(freed)
 
     def _price(self, space: Space, path: BlockIds) -> float:
         """What blocks may be worth, at most, that leave for those at the end of a path; the index lock must be held."""
@@ -285,18 +314,19 @@ class RoomMaker:
         for start in range(0, ids.size, step):
             batch = ids[start : start + step]
             slots = self.disk_slots(space, batch.size)
-            written = self._write_batch(space, batch[: slots.size], slots)
+            refused = self._write_batch(space, batch[: slots.size], slots)
             with self._index.lock:
                 reason = "quota" if space.disk is not None and space.disk.at_limit else "disk_full"
                 self._index.accounting.rejected_blocks[reason] += batch.size - slots.size
-                self._index.accounting.rejected_blocks["disk_error"] += slots.size - written
+                self._index.accounting.rejected_blocks.update(refused)
             if slots.size < batch.size:
                 return False
         return True
 
-    def _write_batch(self, space: Space, ids: BlockIds, slots: Slots) -> int:
+    def _write_batch(self, space: Space, ids: BlockIds, slots: Slots) -> Counter[str]:
+        """Write blocks to slots that are theirs from now on; how many were refused, by reason."""
         if space.disk is None or not ids.size:
-            return 0
+            return Counter()
         placed = np.zeros(ids.size, dtype=np.bool_)
         try:
             with self._index.lock:
@@ -304,8 +334,9 @@ class RoomMaker:
                 host_slots = space.tree.slots(ids, Tier.HOST)
             sources = [space.host.views(int(slot)) for slot in host_slots]
             written = write_blocks(space.disk, slots, (identities, sources), partial(self.free_disk, space))
+            stored = written.stored
             with self._index.lock:
-                placed[written] = space.tree.place(ids[written], Tier.DISK, slots[written])
+                placed[stored] = space.tree.place(ids[stored], Tier.DISK, slots[stored])
                 self._index.accounting.written_bytes += int(placed.sum()) * space.layout.block_bytes
                 space.announce(Tier.DISK, [identities[i].key for i in np.flatnonzero(placed)])
         finally:
@@ -313,7 +344,7 @@ class RoomMaker:
                 space.disk.free(slots[~placed])
         if self._turnover is not None:
             self._turnover.note(int(placed.sum()) * space.disk.slot_bytes, self._index.clock.monotonic())
-        return int(written.sum())
+        return written.refused
 
     def disk_slots(self, space: Space, count: int) -> Slots:
         """Up to `count` slots on disk, after evicting others if needed; `lock` must be held."""

@@ -262,9 +262,9 @@ class SparseMover:
                 partial(self._free, space, group, Tier.DISK),
             )
             with self._index.lock:
-                for index in np.flatnonzero(written):
+                for index in np.flatnonzero(written.stored):
                     placed[index] = group.place(blocks[index], Tier.DISK, int(slots[index]))
-                self._index.accounting.rejected_blocks["disk_error"] += int(slots.size - written.sum())
+                self._index.accounting.rejected_blocks.update(written.refused)
                 self._index.accounting.written_bytes += int(placed.sum()) * group.host.slot_bytes
         finally:
             if not placed.all():

@@ -137,11 +137,12 @@ class StateMover:
         return False
 
     def flush(self, space: Space) -> None:
-        """Write the states that are in host memory alone to disk, as far as that has room; the room lock is held."""
+        """Write the states that are in host memory alone to disk, as far as that has room; takes the room lock."""
         with self._index.lock:
             states = [state for state in _table(space).all() if tuple(state.slots) == (Tier.HOST,)]
         for state in states:
-            self.write_through(space, state)
+            with self._room.lock:
+                self.write_through(space, state)
 
     def write_through(self, space: Space, state: StoredState) -> None:
         """Write one state to disk if it is there still, in host memory alone; the room lock must be held."""
@@ -235,8 +236,8 @@ class StateMover:
         placed, reason = False, "quota" if space.disk.at_limit else "disk_full"
         try:
             if slots.size == count:
-                reason = "disk_error"
-                if self._write_pieces(space, state, slots):
+                reason = self._write_pieces(space, state, slots)
+                if not reason:
                     placed = self.place(space, state, Tier.DISK, slots)
         finally:
             if not placed:
@@ -244,11 +245,12 @@ class StateMover:
         with self._index.lock:
             if placed:
                 self._index.accounting.written_bytes += count * space.layout.block_bytes
-            else:
+            elif reason:  # else it was dropped meanwhile
                 self._index.accounting.rejected_blocks[reason] += pieces
         return placed
 
-    def _write_pieces(self, space: Space, state: StoredState, slots: Slots) -> bool:
+    def _write_pieces(self, space: Space, state: StoredState, slots: Slots) -> str:
+        """Write all pieces and the path; why that is not done, as counters call it, or nothing."""
         assert space.disk is not None, "only what has a pool is written"
         records = _table(space).records
         on_host = state.slots[Tier.HOST]
@@ -258,17 +260,18 @@ class StateMover:
             batch = on_host[first : first + step]
             sources = [space.host.views(int(slot)) for slot in batch]
             identities = records.identities(state, range(first, first + batch.size))
-            if not self._write_batch(space, slots[first : first + batch.size], identities, sources):
-                return False
+            if reason := self._write_batch(space, slots[first : first + batch.size], identities, sources):
+                return reason
         identities = records.identities(state, range(on_host.size, slots.size))
         return self._write_batch(space, slots[on_host.size :], identities, [(row,) for row in path_rows])
 
     def _write_batch(
         self, space: Space, slots: Slots, identities: list[BlockIdentity], sources: list[tuple[NDArray[np.uint8], ...]]
-    ) -> bool:
+    ) -> str:
         assert space.disk is not None, "only what has a pool is written"
         free_some = partial(self._room.free_disk, space)
-        return bool(write_blocks(space.disk, slots, (identities, sources), free_some).all())
+        refused = write_blocks(space.disk, slots, (identities, sources), free_some).refused
+        return max(refused, key=refused.__getitem__, default="")
 
     def _fill(self, space: Space, state: StoredState, slots: Slots) -> bool:
         """Read a held state from disk into host slots, in place; false, and it is dropped, where it is not right."""

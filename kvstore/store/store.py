@@ -262,7 +262,7 @@ class Store:
         return self.hint_next_use(namespace, tokens, root=root, seconds=None)
 
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
-        """Drop a prefix from `from_block` on; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
+        """Drop a prefix from `from_block` on; see kvstore.api.KvStore. Waits for a batch on its way to disk."""
         if from_block < 0:
             raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
         space, root_key, prompt = self._address(namespace, tokens, root)
@@ -563,7 +563,7 @@ class Store:
         if stage.space.disk is None or self._settings.disk_admission != DiskAdmission.WRITE_THROUGH or not self._open:
             return
         found = stage.space.find(stage.root_key, stage.prompt)
-        job = WriteThrough(self._index, self._room, stage.space, found)
+        job = WriteThrough(self._room, stage.space, found)
         if not self._movers.offer(job):
             # What is not written now is when it leaves host memory.
             with self._index.lock:
