@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -74,17 +75,28 @@ class SlotTransfer:
 
         However it ends, no job runs any more: jobs use memory that is the caller's again afterwards.
         """
-        futures: list[Future[Outcome]] = []
+        waiting = list(jobs)
+        outcomes: dict[int, Outcome] = {}
+        take = count().__next__
+
+        def work() -> None:
+            """One thread's share: to hand over each job by itself takes as long as to do it."""
+            while (number := take()) < len(waiting):
+                outcomes[number] = call(waiting[number])
+
+        futures: list[Future[None]] = []
         try:
-            for job in jobs:
-                futures.append(self._executor.submit(call, job))  # noqa: PERF401  # those submitted must be known
+            for _ in range(min(self._thread_count, len(waiting))):
+                futures.append(self._executor.submit(work))  # noqa: PERF401  # those submitted must be known
         except RuntimeError as error:
             raise ClosedError("the disk tier is closed") from error
         except UnavailableError as error:
             raise StorageError(str(error)) from error
         finally:
             wait(futures)
-        return [future.result() for future in futures]
+        for future in futures:
+            future.result()
+        return [outcomes[number] for number in range(len(waiting))]
 
     def close(self) -> None:
         """Wait for what runs and end the threads; idempotent."""
