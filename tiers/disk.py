@@ -16,7 +16,7 @@ from kvstore.tiers.disk_pool import DiskPool
 from kvstore.tiers.disk_scrub import scrub_step
 from kvstore.tiers.file_io import SystemIo
 from kvstore.tiers.persistent import RecoveredNamespace
-from kvstore.tiers.policy_files import PolicyFiles
+from kvstore.tiers.policy_files import PINS_KIND, PolicyFiles
 from kvstore.tiers.slab import PARTS_MAX, slot_geometry
 from kvstore.tiers.slots import as_slots
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IO_THREADS = 4
+_PINS_SHARE = 8  # of what policy files may take
+_PINS_BYTES_MIN = 64 << 10  # less only where that is half of it: 200 pins, and the file that replaces theirs
 
 
 class DiskTier:
@@ -53,9 +55,10 @@ class DiskTier:
         self._folders = files.folders
         self._services = services = files.services
         self._secret = files.secret
-        self.policy_files = PolicyFiles(
-            io, files.directory.policy_path, services.faults, services.folder.policy_bytes_max
-        )
+        path, hints_bytes = files.directory.policy_path, services.folder.policy_bytes_max
+        pins_bytes = min(max(hints_bytes // _PINS_SHARE, _PINS_BYTES_MIN), hints_bytes // 2)
+        self.policy_files = PolicyFiles(io, path, services.faults, hints_bytes - pins_bytes)
+        self.pin_files = PolicyFiles(io, path, services.faults, pins_bytes, PINS_KIND)
         self._clearing = threading.Lock()
         self._lock = threading.Lock()
         self._pools: dict[bytes, DiskPool] = {}
@@ -119,9 +122,11 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        """Real bytes of the slab files, the index and the policy files."""
+        """Real bytes of the slab files, the index, and the files of policy and pins."""
         services = self._services
-        return services.folder.file_bytes + services.manifest.file_bytes + self.policy_files.file_bytes
+        return (
+            services.folder.file_bytes + services.manifest.file_bytes + sum(files.file_bytes for files in self._hints)
+        )
 
     @property
     def direct_io(self) -> bool:
@@ -205,7 +210,7 @@ class DiskTier:
             if pool is None or pool.used_slots or pool.quarantined_slots:
                 return
             del self._pools[ns_id]
-        self.policy_files.remove(ns_id)
+        self._remove_hints(ns_id)
         for slot_range in pool.ranges():
             pool.give_back(slot_range)
 
@@ -227,7 +232,7 @@ class DiskTier:
                 if pool is not None:
                     pool.generation = generation
                 untaken = self._recovered.pop(ns_id, [])
-        self.policy_files.remove(ns_id)
+        self._remove_hints(ns_id)
         if pool is not None and untaken:
             pool.free(as_slots([block.slot for block in untaken]))
 
@@ -279,9 +284,18 @@ class DiskTier:
             recovered = pool.adopt(slab, files.blocks_of(slab), files.quarantined_in(slab))
             if recovered:
                 self._recovered.setdefault(header.ns_id, []).extend(recovered)
-        self.policy_files.keep(self._recovered)
+        for hints in self._hints:
+            hints.keep(self._recovered)
         for ns_id in self._pools.keys() - self._recovered.keys():
             self.forget(ns_id)
+
+    @property
+    def _hints(self) -> tuple[PolicyFiles, ...]:
+        return self.policy_files, self.pin_files
+
+    def _remove_hints(self, ns_id: bytes) -> None:
+        for hints in self._hints:
+            hints.remove(ns_id)
 
     def _drop_recovered(self, ns_id: bytes, slot: int) -> None:
         """Give up a block from before the start if nobody has taken it yet."""

@@ -236,6 +236,16 @@ class CodingTier(Protocol):
         ...
 
 
+@runtime_checkable
+class PinKeepingTier(Protocol):
+    """What a PersistentTier has besides over whose restarts pins last."""
+
+    @property
+    def pin_files(self) -> PolicyStorage:
+        """Where the pins of namespaces are kept."""
+        ...
+
+
 class TierFactory(Protocol):
     """What an entry point names."""
 

@@ -1,6 +1,7 @@
-"""Files that say what the eviction policy knew of a namespace: one each, replaced as a whole, within their own share.
+"""Files that say what the eviction policy knew of a namespace, or what was pinned: one each, replaced as a whole.
 
-They are hints. One that is missing, damaged or too large costs the policy its memory and never a block.
+They keep to a share of their own, and are hints. One that is missing, damaged or too large costs the policy its memory,
+or pins, and never a block.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ if TYPE_CHECKING:
     from kvstore.tiers.faults import FaultCounts
     from kvstore.tiers.file_io import FileIo
 
-_NAME = re.compile(r"([0-9a-f]{32})\.snapshot")
+SNAPSHOT_KIND = "snapshot"
+PINS_KIND = "pins"
 _SUFFIX_UNFINISHED = ".new"
 
 
 class PolicyFiles:
-    """The folder `policy/` of a data directory. Thread-safe: one change at a time.
+    """The files of one kind in the folder `policy/` of a data directory. Thread-safe: one change at a time.
 
     All files together, and the one being written, take at most `bytes_max`.
     """
 
-    def __init__(self, io: FileIo, path: Path, faults: FaultCounts, bytes_max: int) -> None:
+    def __init__(self, io: FileIo, path: Path, faults: FaultCounts, bytes_max: int, kind: str = SNAPSHOT_KIND) -> None:
         """Makes the folder where it is missing. Raises OSError."""
         self.bytes_max = bytes_max
         self._io = io
+        self._kind = kind
+        self._name = re.compile(rf"([0-9a-f]{{32}})\.{kind}")
         self._path = path
         self._faults = faults
         self._lock = threading.Lock()
@@ -49,7 +53,7 @@ class PolicyFiles:
         """Find what is there, and remove what is of other namespaces or was never finished. Raises OSError."""
         with self._lock:
             for path in self._path.iterdir():
-                match = _NAME.fullmatch(path.name)
+                match = self._name.fullmatch(path.name)
                 ns_id = bytes.fromhex(match[1]) if match else b""
                 if match and ns_id in ns_ids:
                     self._sizes[ns_id] = whole_pages(path.stat().st_size)
@@ -95,7 +99,7 @@ class PolicyFiles:
                 del self._sizes[ns_id]
 
     def _file(self, ns_id: bytes) -> Path:
-        return self._path / f"{ns_id.hex()}.snapshot"
+        return self._path / f"{ns_id.hex()}.{self._kind}"
 
     def _unlink(self, path: Path) -> bool:
         try:

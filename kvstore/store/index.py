@@ -16,6 +16,7 @@ from kvstore.events import EventLog
 from kvstore.store.accounting import Accounting
 from kvstore.store.budget import StoreBudget, default_bytes_per_second
 from kvstore.store.codecs import coding
+from kvstore.store.pins import PinTable
 from kvstore.store.snapshot import PolicySnapshots, SnapshotOwner
 from kvstore.store.space import Space
 from kvstore.store.sparse import SparseGroup, SparseParts
@@ -80,6 +81,7 @@ class Index:
         start = f"{disk.start_count}-" if disk is not None else ""
         self.events = EventLog(f"{start}{secrets.token_hex(8)}", settings.events_bytes)
         self._node_secret = disk.node_secret if disk is not None else secrets.token_bytes(_SECRET_BYTES)
+        self.pins = PinTable(self)
         self._opening = threading.Lock()
         self._spaces: dict[Namespace, Space] = {}
         self._opened_at = clock.monotonic()
@@ -248,11 +250,15 @@ class Index:
         if self.disk is not None and disk_pool is not None:
             with self.lock:
                 tick = self.next_tick()
-            _adopt(self.disk, disk_pool, ns_id, partial(space.adopt, tick=tick))
+            pins = self.pins.saved(ns_id)
+            ends = {end.key for pin in pins for end in pin.ends}
+            _adopt(self.disk, disk_pool, ns_id, partial(space.adopt, tick=tick, ends=ends))
             for number, group in enumerate(space.sparse.groups):
                 if group.disk is not None:
                     pool_id = hashing.group_pool_id(ns_id, number)
                     _adopt(self.disk, group.disk, pool_id, partial(space.adopt_sparse, number))
+            with self.lock:
+                self.pins.restore(space, pins)
             space.end_adoption()
             if saved is not None:
                 self._snapshots.restore(space, saved, tick)

@@ -1,12 +1,19 @@
-"""Pins: holds that operators place on prefixes and states, with or without a time limit."""
+"""Pins: holds that operators place on prefixes and states, with or without a time limit, over restarts too."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 from itertools import count
+from math import inf, isinf
 from typing import TYPE_CHECKING
 
-from kvstore.errors import NoSpaceError
+import numpy as np
+
+from kvstore.errors import NoSpaceError, StorageFormatError
+from kvstore.store.pin_records import PinnedEnd, PinRecord, kept_depths, pack_pins, unpack_pins
+from kvstore.tiers.persistent import PinKeepingTier
 from kvstore.types import Pin
 
 if TYPE_CHECKING:
@@ -15,7 +22,12 @@ if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.space import Freed, Space
     from kvstore.store.states import StoredState
+    from kvstore.tiers.persistent import PolicyStorage
     from kvstore.types import BlockIds
+
+logger = logging.getLogger(__name__)
+
+_ID_BITS = 20  # below the start count: ids of several starts differ, and stay exact where numbers are floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,36 +35,34 @@ class _Held:
     space: Space
     size_bytes: int
     expires_at: float | None
+    record: PinRecord
     release: Callable[[], Freed]
 
 
 class PinTable:
-    """All pins of a store. Guarded by the index lock; `remove` returns what to settle outside of it."""
+    """All pins of a store. Guarded by the index lock; `remove` returns what to settle outside of it.
+
+    `save` writes those of a namespace down, and `restore` holds them again. A pin that is not written down (the disk is
+    full, or keeps none) holds all the same until the store ends.
+    """
 
     def __init__(self, index: Index) -> None:
         self._index = index
         self._held: dict[int, _Held] = {}
-        self._next_id = count(1)
+        self._next_id = count((0 if index.disk is None else index.disk.start_count << _ID_BITS) + 1)
+        self._saving = threading.Lock()  # taken before the index lock: what is written last is newest
 
     def __len__(self) -> int:
         return len(self._held)
 
     def add(self, space: Space, ids: BlockIds, ttl_seconds: float | None) -> Pin:
         """Hold blocks; raises NoSpaceError at the limit of pins or of pinned bytes."""
-        wanted_bytes = space.held_bytes(ids)
-        self._check_room(wanted_bytes, int(ids.size))
-        space.tree.lease(ids)
-        sparse = space.sparse.hold(ids)
-        return self._hold(space, (wanted_bytes, int(ids.size)), ttl_seconds, lambda: space.release(ids, sparse))
+        return self._add(space, ids, self._record(next(self._next_id), _ends(space, ids), ttl_seconds))
 
     def add_state(self, space: Space, state: StoredState | None, tokens: int, ttl_seconds: float | None) -> Pin:
         """Hold a state, or nothing, that serves so many tokens; raises NoSpaceError as `add` does."""
-        if state is None or space.states is None:
-            self._check_room(0, 0)
-            return self._hold(space, (0, 0), ttl_seconds, space.nothing_freed)
-        self._check_room(state.size_bytes, tokens)
-        space.states.hold(state)
-        return self._hold(space, (state.size_bytes, tokens), ttl_seconds, lambda: space.release_state(state))
+        ends = () if state is None else (PinnedEnd(tokens, state.key),)
+        return self._add_state(space, state, self._record(next(self._next_id), ends, ttl_seconds))
 
     def remove(self, pin_id: int) -> Freed | None:
         """End one pin; None if there is none of that id."""
@@ -68,6 +78,64 @@ class PinTable:
         """Ids of all pins of one namespace."""
         return [pin_id for pin_id, held in self._held.items() if held.space is space]
 
+    def save(self, space: Space) -> None:
+        """Write down the pins of a namespace as they are now. No lock may be held."""
+        files = self._files()
+        if files is None:
+            return
+        with self._saving:
+            with self._index.lock:
+                records = [held.record for held in self._held.values() if held.space is space and held.record.ends]
+            if not records:
+                files.remove(space.ns_id)
+            elif not files.save(space.ns_id, pack_pins(space.ns_id, records)):
+                logger.warning("pins not written, a restart ends them: namespace=%s", space.ns_id.hex())
+
+    def saved(self, ns_id: bytes) -> list[PinRecord]:
+        """Pins of an earlier run whose time is not over; those that cannot be read are said, and counted."""
+        files = self._files()
+        data = None if files is None else files.load(ns_id)
+        if files is None or data is None:
+            return []
+        try:
+            found = unpack_pins(data, ns_id)
+        except StorageFormatError as error:
+            logger.warning("pins of an earlier run refused: namespace=%s cause=%s", ns_id.hex(), error)
+            files.refuse()
+            return []
+        now = self._index.clock.unix()
+        return [record for record in found if record.ends_at > now]
+
+    def restore(self, space: Space, records: list[PinRecord]) -> None:
+        """Hold again, in a space that nobody uses yet, what of these pins is there; `lock` must be held."""
+        for record in records:
+            keys = [end.key for end in record.ends]
+            try:
+                if space.states is None:
+                    ids = space.adopted_path(keys)
+                    if ids.size:
+                        self._add(space, ids, record)
+                elif (state := space.states.of_key(keys[0])) is not None:
+                    self._add_state(space, state, record)
+            except NoSpaceError as error:
+                logger.warning("pin of an earlier run not restored: namespace=%s cause=%s", space.ns_id.hex(), error)
+
+    def _add(self, space: Space, ids: BlockIds, record: PinRecord) -> Pin:
+        wanted_bytes = space.held_bytes(ids)
+        self._check_room(wanted_bytes, int(ids.size))
+        space.tree.lease(ids)
+        sparse = space.sparse.hold(ids)
+        return self._hold(space, (wanted_bytes, int(ids.size)), record, lambda: space.release(ids, sparse))
+
+    def _add_state(self, space: Space, state: StoredState | None, record: PinRecord) -> Pin:
+        if state is None or space.states is None:
+            self._check_room(0, 0)
+            return self._hold(space, (0, 0), record, space.nothing_freed)
+        tokens = record.ends[0].depth
+        self._check_room(state.size_bytes, tokens)
+        space.states.hold(state)
+        return self._hold(space, (state.size_bytes, tokens), record, lambda: space.release_state(state))
+
     def _check_room(self, wanted_bytes: int, blocks: int) -> None:
         settings = self._index.settings
         if len(self._held) >= settings.pins_max:
@@ -79,16 +147,26 @@ class PinTable:
                 f"exceeds {limit_bytes} (pinned_ratio_max x host capacity); unpin some or raise the limit"
             )
 
-    def _hold(
-        self, space: Space, held: tuple[int, int], ttl_seconds: float | None, release: Callable[[], Freed]
-    ) -> Pin:
+    def _record(self, pin_id: int, ends: tuple[PinnedEnd, ...], ttl_seconds: float | None) -> PinRecord:
+        return PinRecord(pin_id, inf if ttl_seconds is None else self._index.clock.unix() + ttl_seconds, ends)
+
+    def _hold(self, space: Space, held: tuple[int, int], record: PinRecord, release: Callable[[], Freed]) -> Pin:
         """Remember a hold on so many bytes of so many blocks."""
         size_bytes, blocks = held
-        pin_id = next(self._next_id)
         clock = self._index.clock
-        expires_at = None if ttl_seconds is None else clock.monotonic() + ttl_seconds
-        self._held[pin_id] = _Held(space, size_bytes, expires_at, release)
-        return Pin(pin_id, blocks, None if ttl_seconds is None else clock.unix() + ttl_seconds)
+        ends_at = None if isinf(record.ends_at) else record.ends_at
+        expires_at = None if ends_at is None else clock.monotonic() + ends_at - clock.unix()
+        self._held[record.pin_id] = _Held(space, size_bytes, expires_at, record, release)
+        return Pin(record.pin_id, blocks, ends_at)
 
     def _pinned_bytes(self) -> int:
         return sum(held.size_bytes for held in self._held.values())
+
+    def _files(self) -> PolicyStorage | None:
+        return self._index.disk.pin_files if isinstance(self._index.disk, PinKeepingTier) else None
+
+
+def _ends(space: Space, ids: BlockIds) -> tuple[PinnedEnd, ...]:
+    depths = kept_depths(int(ids.size))
+    keys = space.tree.keys(ids[np.array(depths, dtype=np.intp) - 1])
+    return tuple(PinnedEnd(depth, pair[1].tobytes()) for depth, pair in zip(depths, keys, strict=True))

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore import hashing
 from kvstore.events import EventKind
-from kvstore.radix.tree import NO_SLOT, RadixTree, Removed
+from kvstore.radix.tree import NO_BLOCK, NO_SLOT, RadixTree, Removed
 from kvstore.store.budget import StoreBudget
 from kvstore.store.placement import leading
 from kvstore.store.settings import NO_QUOTA
@@ -140,6 +140,7 @@ class Space:
         self._ns_key = ns_key
         self._events = events
         self._adopted: dict[BlockIdentity, int] = {}  # ids of blocks that came from disk, while the space is made
+        self._adopted_ends: dict[bytes, int] = {}  # ids of blocks that came from disk and end what was pinned, likewise
         self._clearing = False  # what is condemned was cleared: the event that said so names no keys
         self._root_key = lru_cache(maxsize=_ROOTS_REMEMBERED)(lambda root: hashing.root_key(ns_key, root))
 
@@ -356,12 +357,12 @@ class Space:
         if keys:
             self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=keys, last_copy=is_last_copy)
 
-    def adopt(self, recovered: Iterable[RecoveredBlock], tick: int) -> Slots:
+    def adopt(self, recovered: Iterable[RecoveredBlock], tick: int, ends: Collection[bytes] = frozenset()) -> Slots:
         """Take what the disk held into the (still empty) tree; returns the slots of what has no place in it.
 
         Left out are blocks whose key is not the one that this namespace gives them, whose ancestors are not all
         there, and second copies; of states, what is not whole. For the policy all were used at `tick`, until it is told
-        better.
+        better. `ends` are keys by which adopted_path() will be asked.
         """
         if self.states is not None:
             return self.states.adopt(recovered, tick)
@@ -376,6 +377,11 @@ class Space:
             for path, first_new in _paths(root_key, children):
                 tokens = self._extended(tokens, path, first_new)
                 taken.update(self._adopt_path(root_key, path, tokens, tick))
+        self._adopted_ends = {
+            block.identity.key: taken[block.slot]
+            for block in found
+            if block.identity.key in ends and block.slot in taken
+        }
         if self.sparse.groups:
             self._adopted = {block.identity: taken[block.slot] for block in found if block.slot in taken}
         return np.array([block.slot for block in found if block.slot not in taken], dtype=np.uint32)
@@ -390,9 +396,20 @@ class Space:
                 orphans.append(block.slot)
         return np.array(orphans, dtype=np.uint32)
 
+    def adopted_path(self, keys: Iterable[bytes]) -> BlockIds:
+        """The blocks from the root to the first of some keys that was adopted; none where none was. O(blocks)."""
+        end = next((self._adopted_ends[key] for key in keys if key in self._adopted_ends), None)
+        path: list[int] = []
+        while end is not None:
+            path.append(end)
+            above = int(self.tree.parents(np.array([end], dtype=np.uint32))[0])
+            end = None if above == NO_BLOCK else above
+        return self.sparse.usable(np.array(path[::-1], dtype=np.uint32))
+
     def end_adoption(self) -> None:
         """Forget what was adopted where."""
         self._adopted = {}
+        self._adopted_ends = {}
 
     def _has_right_key(self, identity: BlockIdentity) -> bool:
         tokens = np.frombuffer(identity.tokens, dtype=np.uint32)

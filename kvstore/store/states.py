@@ -176,6 +176,10 @@ class StateTable:
         """All that serve."""
         return list(self._states.values())
 
+    def of_key(self, key: bytes) -> StoredState | None:
+        """The state whose path ends at the block of this key. O(states)."""
+        return next((state for state in self._states.values() if state.key == key), None)
+
     def pieces(self, tier: Tier) -> int:
         """Pieces of blobs in a tier."""
         return self._pieces[tier]

@@ -19,7 +19,6 @@ from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
 from kvstore.store.movers import Movers
-from kvstore.store.pins import PinTable
 from kvstore.store.placement import DiskAdmission, StoreRequest, admit_host, leading
 from kvstore.store.prefetch import Prefetcher, StorePrefetch, WriteThrough
 from kvstore.store.refusal import RefusedStage
@@ -47,7 +46,7 @@ from kvstore.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from types import TracebackType
 
     from kvstore.clock import Clock
@@ -79,7 +78,7 @@ class Store:
         self._disk = disk
         self._index = Index(settings, host, disk, clock)
         self._room = RoomMaker(self._index)
-        self._pins = PinTable(self._index)
+        self._pins = self._index.pins
         self._movers = Movers(
             threads=_MOVER_THREADS, jobs_max=settings.prefetches_max, on_failure=self._index.count_failed_move
         )
@@ -230,15 +229,18 @@ class Store:
         space, root_key, prompt = self._address(namespace, tokens, root)
         self._end_overdue()
         if space.states is not None:
-            return self._states.pin(space, root_key, prompt, ttl_seconds)
-        found = space.find(root_key, prompt)
-        with self._index.lock:
-            return self._pins.add(space, space.sparse.usable(space.confirm(found)), ttl_seconds)
+            pin = self._states.pin(space, root_key, prompt, ttl_seconds)
+        else:
+            found = space.find(root_key, prompt)
+            with self._index.lock:
+                pin = self._pins.add(space, space.sparse.usable(space.confirm(found)), ttl_seconds)
+        self._pins.save(space)
+        return pin
 
     def unpin(self, pin_id: int) -> bool:
         """End a pin; see kvstore.api.KvStore."""
         self._check_open()
-        return self._end_pin(pin_id)
+        return self._end_pins([pin_id]) > 0
 
     def hint_next_use(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, seconds: float | None
@@ -304,8 +306,7 @@ class Store:
                 cleared += self._index.reap_all(space)
             for freed in cleared:
                 freed.settle_disk()
-        for pin_id in pin_ids:
-            self._end_pin(pin_id)
+        self._end_pins(pin_ids)
         return blocks
 
     def stats(self) -> StoreStats:
@@ -504,16 +505,17 @@ class Store:
             stage.abort()
         with self._index.lock:
             expired = self._pins.expired()
-        for pin_id in expired:
-            self._end_pin(pin_id)
+        self._end_pins(expired)
 
-    def _end_pin(self, pin_id: int) -> bool:
-        """End one pin; false if there is none of that id."""
+    def _end_pins(self, pin_ids: Iterable[int]) -> int:
+        """End pins; how many of these there were."""
         with self._index.lock:
-            freed = self._pins.remove(pin_id)
-        if freed is not None:
+            removed = [freed for pin_id in pin_ids if (freed := self._pins.remove(pin_id)) is not None]
+        for freed in removed:
             self._index.settle(freed)
-        return freed is not None
+        for space in {freed.space for freed in removed}:
+            self._pins.save(space)
+        return len(removed)
 
     def _drop_unheld(self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int) -> list[Freed]:
         """Cut off what a prompt has below a block but for what is held, a slice at a time; as Index.reap_all."""
