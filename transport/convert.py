@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
@@ -12,7 +12,7 @@ from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidName
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
 from kvstore.layer_groups import FIELD_BYTES_MAX, Recurrent, SequenceState, SlidingWindow
-from kvstore.stats import StoreStats, TierStats, WhatIf
+from kvstore.stats import CodecStats, StoreStats, TierStats, WhatIf
 from kvstore.tokens import packed_tokens, unpacked_tokens
 from kvstore.types import (
     PLAIN_ROOT,
@@ -295,6 +295,8 @@ def stats_to_proto(stats: StoreStats) -> block_pb2.StoreStats:
         message.tiers[name].MergeFrom(
             block_pb2.TierStats(capacity_bytes=tier.capacity_bytes, used_bytes=tier.used_bytes, blocks=tier.blocks)
         )
+    for name, codec in stats.codecs.items():
+        message.codecs[name].MergeFrom(block_pb2.CodecStats(**asdict(codec)))
     for row in stats.what_if:
         message.what_if.add(tier=row.tier, scale=row.scale, capacity_bytes=row.capacity_bytes, hit_rate=row.hit_rate)
     return message
@@ -312,6 +314,10 @@ def stats_from_proto(message: block_pb2.StoreStats) -> StoreStats:
         evicted_blocks=dict(message.evicted_blocks),
         disk_faults=dict(message.disk_faults),
         prefetches=dict(message.prefetches),
+        codecs={
+            name: CodecStats(**{field.name: getattr(codec, field.name) for field in fields(CodecStats)})
+            for name, codec in message.codecs.items()
+        },
         what_if=tuple(WhatIf(row.tier, row.scale, row.capacity_bytes, row.hit_rate) for row in message.what_if),
         **{name: getattr(message, name) for name in _SIMPLE_STATS},
     )

@@ -209,7 +209,7 @@ class WhatIf(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., scale: _Optional[float] = ..., capacity_bytes: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
 
 class StoreStats(_message.Message):
-    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots", "prefetches", "prefetched_blocks", "written_bytes", "moves", "states")
+    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots", "prefetches", "prefetched_blocks", "written_bytes", "moves", "states", "codecs")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,13 @@ class StoreStats(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CodecsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: CodecStats
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[CodecStats, _Mapping]] = ...) -> None: ...
     TIERS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +292,7 @@ class StoreStats(_message.Message):
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.MessageMap[str, TierStats]
     namespaces: int
     lookups: int
@@ -311,4 +319,25 @@ class StoreStats(_message.Message):
     written_bytes: int
     moves: int
     states: int
-    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., prefetches: _Optional[_Mapping[str, int]] = ..., prefetched_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., moves: _Optional[int] = ..., states: _Optional[int] = ...) -> None: ...
+    codecs: _containers.MessageMap[str, CodecStats]
+    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., prefetches: _Optional[_Mapping[str, int]] = ..., prefetched_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., moves: _Optional[int] = ..., states: _Optional[int] = ..., codecs: _Optional[_Mapping[str, CodecStats]] = ...) -> None: ...
+
+class CodecStats(_message.Message):
+    __slots__ = ("written_blocks", "raw_bytes", "slot_bytes", "read_blocks", "max_absolute_error", "rms_relative_error", "encode_seconds", "decode_seconds")
+    WRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ABSOLUTE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    RMS_RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    written_blocks: int
+    raw_bytes: int
+    slot_bytes: int
+    read_blocks: int
+    max_absolute_error: float
+    rms_relative_error: float
+    encode_seconds: float
+    decode_seconds: float
+    def __init__(self, written_blocks: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., read_blocks: _Optional[int] = ..., max_absolute_error: _Optional[float] = ..., rms_relative_error: _Optional[float] = ..., encode_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ...) -> None: ...
