@@ -83,8 +83,8 @@ class DiskTier:
         Slabs are spread over the directory and `further_paths`; see FolderSet for folders that are foreign or not
         there. Whole slabs are dropped, the highest numbers first, where they exceed the capacity. `free_floor_bytes`
         stay free on each file system (None: see SlabVolume); there are `io_threads` for each folder. `keys` are for
-        pools that encrypt, and for what was encrypted before. Raises DirectoryLockedError, StorageFormatError, or
-        StorageError when the directory cannot be used.
+        pools that encrypt, and for what was encrypted before. Raises DirectoryLockedError, StorageFormatError,
+        ConfigError where a key that encrypted blocks is missing, or StorageError when the directory cannot be used.
         """
         io = io or SystemIo()
         settings = DiskSettings(

@@ -104,7 +104,7 @@ class PinTable:
             files.refuse()
             return []
         now = self._index.clock.unix()
-        return [record for record in found if record.ends_at > now]
+        return [record for record in found if record.ends and record.ends_at > now]
 
     def restore(self, space: Space, records: list[PinRecord]) -> None:
         """Hold again, in a space that nobody uses yet, what of these pins is there; `lock` must be held."""
