@@ -335,8 +335,8 @@ class KvStore(Protocol):
     ) -> Pin:
         """Protect the stored prefix of `tokens` from eviction; pinning 0 blocks is allowed and protects nothing.
 
-        It ends after `ttl_seconds`, more than 0 and below 1e9; None is for no limit. What of the prefix is on disk after
-        a restart is pinned again, under the same id, at the first use of the namespace.
+        It ends after `ttl_seconds`, more than 0 and below 1e9; None is for no limit. What of the prefix is on disk
+        after a restart is pinned again, under the same id, at the first use of the namespace.
         """
         ...
 
