@@ -375,9 +375,18 @@ class RadixTree:
     def check_integrity(self) -> list[str]:
         """A sentence for each invariant that does not hold, the first hundred; empty when all is well.
 
-        O(all blocks), each hashed once. Takes any damage: a broken tree gives problems, not a crash.
+        O(all blocks), of which those whose keys were made are hashed. Takes any damage: a broken tree gives problems,
+        not a crash.
         """
         return self._native.check_integrity()
+
+    def check_slice(self) -> list[str] | None:
+        """Check a slice of all invariants: None while there is more, at the end what `check_integrity` would say.
+
+        Other calls may come between the slices, and nothing that they do is taken for damage. What was checked by then
+        is not looked at again, so damage done meanwhile may be found only the next time. After the end it begins anew.
+        """
+        return self._native.check_slice()
 
 
 def _index_of(tier: Tier) -> int:

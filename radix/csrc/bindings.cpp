@@ -272,6 +272,7 @@ void BindTree(nb::module_& module) {
              tree.Restore(snapshot, tick);
            },
            "tables"_a, "runs"_a, "ghosts"_a, "shift"_a, "tick"_a)
+      .def("check_slice", &RadixTree::CheckSlice, nb::call_guard<nb::gil_scoped_release>())
       .def("check_integrity", &RadixTree::CheckIntegrity, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -63,10 +63,10 @@ void RadixTree::ChangeHistories(IdSpan ids, Change change) {
     }
     Node& node = nodes_[first.node];
     const size_t count = EqualIds(node, first.depth - node.depth, IdSpan{ids.data + at, ids.size - at});
-    AccountEdge(node, -1);
+    AccountEdge(first.node, -1);
     node.runs.Update(node.depth, first.depth, first.depth + static_cast<uint32_t>(count),
                      [&](const History& history, uint32_t from, uint32_t to) { return change(history, to - from); });
-    AccountEdge(node, 1);
+    AccountEdge(first.node, 1);
     Refresh(first.node);
     at += count;
   }

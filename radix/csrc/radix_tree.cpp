@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "audit.h"
 #include "mix.h"
 
 namespace kvstore {
@@ -52,6 +53,8 @@ RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_
     throw std::invalid_argument("slice_blocks or edge_blocks is 0, expected at least 1");
   }
 }
+
+RadixTree::~RadixTree() = default;
 
 size_t RadixTree::memory_bytes() const {
   return sizeof(*this) + blocks_.bytes() + nodes_.bytes() + edge_bytes_ + children_.bytes() + victims_[0].bytes() +
@@ -178,6 +181,7 @@ std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
     ++count;
     end = std::max(end, block.depth + 1);
     ++tier_blocks_[index];
+    BlockChanged(ids[i]);
     placed[i] = 1;
   }
   if (count > 0) BecomeResident(node_id, index, count, end);
@@ -284,6 +288,7 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
     if (is_attached && !goes_anyway && block.holds == 0 && block.slot[1 - index] != kNoSlot) {
       removed.slots[index].push_back(std::exchange(block.slot[index], kNoSlot));
       --tier_blocks_[index];
+      BlockChanged(id);
       displaced.push_back(id);
       continue;
     }
@@ -529,14 +534,14 @@ Key128 RadixTree::KeyAfter(uint32_t node_id, uint32_t count) {
   uint32_t at = std::min(node.mark_count(), count / kMarkBlocks) * kMarkBlocks;
   Key128 key = at > 0 ? (*node.marks)[at / kMarkBlocks - 1] : KeyBefore(node_id);
   if (at + kMarkBlocks <= count) {
-    AccountEdge(node, -1);
+    AccountEdge(node_id, -1);
     if (!node.marks) node.marks = std::make_unique<std::vector<Key128>>();
     for (; at + kMarkBlocks <= count; at += kMarkBlocks) {
       key = ChainThrough(node, at, at + kMarkBlocks, key);
       node.marks->push_back(key);
     }
     node.marks->shrink_to_fit();
-    AccountEdge(node, 1);
+    AccountEdge(node_id, 1);
   }
   return ChainThrough(node, at, count, key);
 }
