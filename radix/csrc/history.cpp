@@ -177,11 +177,17 @@ void RadixTree::DropHistories(Node* node, uint32_t count) {
   node->runs.ForEach(node->depth, begin, node->end(), [&](const History& history, uint32_t from, uint32_t to) {
     policy_->Left(history, to - from);
     if (!remembers_) return;
+    uint32_t thinned = 0;
     for (uint32_t depth = from; depth < to; ++depth) {
       const uint32_t* tokens = node->tokens.data() + static_cast<size_t>(depth - node->depth) * block_tokens_;
       fingerprint = FingerprintThrough(fingerprint, tokens, 1);
-      ghosts_.Add(fingerprint, history, ghosts_max, forget);
+      if (!ghosts_.Keeps(fingerprint)) {
+        ++thinned;
+      } else {
+        ghosts_.Add(fingerprint, history, ghosts_max, forget);
+      }
     }
+    if (thinned > 0) policy_->Forgotten(history, last_tick_, thinned);
   });
   node->runs.Truncate(node->depth, begin);
   if (remembers_) node->fingerprints.resize(Fingerprints(node->depth, begin));

@@ -339,6 +339,8 @@ class RadixTree {
   Key128 ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key) const;
   void FillAttachedKeys(IdSpan ids, std::vector<Key128>* keys);
 
+  class Arrivals;  // in radix_tree.cpp
+
   // For an audit under way, of records whose share of a sum changed.
   class Audit;  // in audit.h
   void BlockChanged(uint32_t id);
