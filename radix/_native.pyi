@@ -4,6 +4,7 @@ from numpy.typing import NDArray
 NO_SLOT: int
 POLICIES: list[str]
 TICK_MAX: int
+EVEN_TOKENS: int
 TIER_COUNT: int
 SLICE_BLOCKS: int
 NO_BLOCK: int

@@ -20,6 +20,8 @@ SLICE_BLOCKS = _native.SLICE_BLOCKS
 EDGE_BLOCKS = _native.EDGE_BLOCKS
 POLICIES = tuple(_native.POLICIES)
 TICK_MAX = _native.TICK_MAX
+# The depth at which attention costs as much as all else that a token takes, to `survival_flops`.
+EVEN_TOKENS = _native.EVEN_TOKENS
 TIERS = (Tier.HOST, Tier.DISK)
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 

@@ -7,12 +7,14 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.types import Verification
 
 if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.room import RoomMaker
     from kvstore.store.space import Space
+    from kvstore.store.sparse import SparseGroup
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,17 @@ class Verifier:
             with self._room.lock, self._index.lock:
                 found = space.tree.check_slice()
             time.sleep(_PAUSE_SECONDS)
+        for number, group in enumerate(space.sparse.groups):
+            found += self._sparse_problems(space, number, group)
         with self._room.lock, self._index.lock:
-            found += space.sparse.problems(space.tree)
-            found += [] if space.states is None else space.states.problems()
+            return found + ([] if space.states is None else space.states.problems())
+
+    def _sparse_problems(self, space: Space, number: int, group: SparseGroup) -> list[str]:
+        with self._index.lock:
+            blocks = group.blocks()
+        found: list[str] = []
+        for begin in range(0, len(blocks), SLICE_BLOCKS):
+            with self._room.lock, self._index.lock:
+                found += space.sparse.problems(space.tree, number, blocks[begin : begin + SLICE_BLOCKS])
+            time.sleep(_PAUSE_SECONDS)
         return found

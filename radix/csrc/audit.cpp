@@ -380,7 +380,7 @@ void RadixTree::Audit::CheckVictim(uint32_t node_id, const Node& node, int tier)
   const History& history = node.runs.At(last->depth);
   const VictimRank expected{tree_.policy_->RankOf(history), last->slot[tier]};
   Expect(rank->rank == expected.rank && rank->slot == expected.slot, "a victim is ranked wrongly", node_id);
-  Expect(node.victim_queue[tier] == history.queue, "a victim is in the wrong queue", node_id);
+  Expect(node.victim_queue[tier] == tree_.policy_->QueueAt(history, last->depth), "a victim is in the wrong queue", node_id);
 }
 
 bool RadixTree::Audit::CheckVictims(uint64_t steps_max) {

@@ -229,7 +229,7 @@ std::vector<double> RadixTree::Values(IdSpan ids, uint64_t tick) {
   for (size_t i = 0; i < ids.size; ++i) {
     const Block& block = blocks_[ids[i]];
     if (block.state != BlockState::kAttached || IsCondemned(block.node)) continue;
-    values[i] = policy_->ValueOf(nodes_[block.node].runs.At(block.depth), last_tick_);
+    values[i] = policy_->ValueOf(nodes_[block.node].runs.At(block.depth), block.depth, last_tick_);
   }
   return values;
 }

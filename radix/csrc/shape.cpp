@@ -305,7 +305,7 @@ void RadixTree::RefreshTier(uint32_t node_id, int tier) {
     return;
   }
   const History& history = node.runs.At(last.depth);
-  victims_[tier].Set(node_id, history.queue, VictimRank{policy_->RankOf(history), last.slot[tier]});
+  victims_[tier].Set(node_id, policy_->QueueAt(history, last.depth), VictimRank{policy_->RankOf(history), last.slot[tier]});
 }
 
 // The node whose last blocks leave the tier first, or kNone: where there is none, or too many condemned ones come before
@@ -346,7 +346,8 @@ uint32_t RadixTree::ChooseVictim(int tier) {
 
 double RadixTree::NextVictimValue(uint32_t node_id, int tier) {
   Node& node = nodes_[node_id];
-  return policy_->ValueOf(node.runs.At(blocks_[LastResident(&node, tier)].depth), last_tick_);
+  const uint32_t depth = blocks_[LastResident(&node, tier)].depth;
+  return policy_->ValueOf(node.runs.At(depth), depth, last_tick_);
 }
 
 // Takes blocks of the node from its last one up, as far as they have one history and nobody holds them. Where another
@@ -358,7 +359,7 @@ void RadixTree::TakeRun(uint32_t node_id, int tier, size_t limit, Ids* victims) 
   const uint32_t begin = node.runs.BeginOf(last_depth, node.depth);
   const bool was_occupied = node.occupied(tier);
   victims_[tier].Remove(node_id);
-  const QueueEnd rival = victims_[tier].First(history.queue);
+  const QueueEnd rival = victims_[tier].First(policy_->QueueAt(history, last_depth));
   if (rival.node != kNone && rival.rank == policy_->RankOf(history)) limit = 1;
   for (uint32_t depth = last_depth + 1; depth > begin && limit > 0; --depth) {
     const uint32_t id = node.ids[depth - 1 - node.depth];
