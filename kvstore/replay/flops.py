@@ -1,7 +1,7 @@
 """What prefilling costs, by the formula that `survival_flops` weighs hits with (kvstore/radix/csrc/survival.h).
 
-A token at depth d costs 1 + d / EVEN_TOKENS, in units of what one takes without attention: all else than attention is the
-same for every token, attention grows with what lies before.
+A token at depth d costs 1 + d / EVEN_TOKENS, in units of what one takes without attention: all else is the same for
+every token, attention grows with what lies before.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ class ReplayRow:
 
     `capacity` is the host tier's, `disk` the disk tier's, as they were given, and `admission` what is written to disk,
     which without one is nothing. `optimal` and `infinite` are block hit
-    rates: of MIN with as much room as both tiers together, and of a cache without limit. `flop_hit_rate` is the share of
-    the work of prefilling that was spared (flops.py), and `infinite_flop_hit_rate` what a cache without limit would spare.
-    All is counted after the warm-up, except `run_seconds`, the time that the whole run took. `demoted_bytes` are written to disk;
-    `demoted_bytes_per_hit_token` is by all tokens found, None where there are none.
+    rates: of MIN with as much room as both tiers together, and of a cache without limit. `flop_hit_rate` is the share
+    of the work of prefilling that was spared (flops.py), `infinite_flop_hit_rate` what a cache without limit spares.
+    All is counted after the warm-up, except `run_seconds`, the time that the whole run took. `demoted_bytes` are
+    written to disk; `demoted_bytes_per_hit_token` is by all tokens found, None where there are none.
     """
 
     policy: str

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstore.types import Namespace
 
 COUNTING_POLICIES = ("survival", "survival_flops", "lfu")
-# Their values are uses per second of a block's room, of survival_flops times its cost. Those of the others give an order.
+# Their values are uses per second of a block's room, of survival_flops times its cost. Others only give an order.
 MEASURING_POLICIES = ("survival", "survival_flops")
 _WHOLE = ("host_min", "host_max", "disk_min", "disk_max")
 
