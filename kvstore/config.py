@@ -226,8 +226,8 @@ class StoreConfig:
     eviction_policy: str = _setting(
         EVICTION_POLICIES[0],
         Kind.TEXT,
-        "What leaves first where room is short: survival, survival_flops, which spares what costs more to compute again, "
-        "or lru, lfu, fifo, s3fifo and sieve to compare with.",
+        "What leaves first where room is short: survival, survival_flops, which spares what costs more to compute "
+        "again, or lru, lfu, fifo, s3fifo and sieve to compare with.",
         choices=EVICTION_POLICIES,
     )
     huge_pages: str = _setting(

@@ -21,13 +21,9 @@ std::optional<std::vector<std::string>> RadixTree::CheckSlice() {
   return std::exchange(audit_, nullptr)->problems();
 }
 
-void RadixTree::BlockChanged(uint32_t id) {
-  if (audit_) audit_->BlockChanged(id);
-}
+void RadixTree::TellOfBlock(uint32_t id) { audit_->BlockChanged(id); }
 
-void RadixTree::NodeChanged(uint32_t id) {
-  if (audit_) audit_->NodeChanged(id);
-}
+void RadixTree::TellOfNode(uint32_t id) { audit_->NodeChanged(id); }
 
 // ---- going on ----
 

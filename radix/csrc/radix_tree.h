@@ -343,8 +343,14 @@ class RadixTree {
 
   // For an audit under way, of records whose share of a sum changed.
   class Audit;  // in audit.h
-  void BlockChanged(uint32_t id);
-  void NodeChanged(uint32_t id);
+  void BlockChanged(uint32_t id) {
+    if (audit_ != nullptr) TellOfBlock(id);
+  }
+  void NodeChanged(uint32_t id) {
+    if (audit_ != nullptr) TellOfNode(id);
+  }
+  void TellOfBlock(uint32_t id);
+  void TellOfNode(uint32_t id);
   friend class Surgeon;  // of the tests: breaks one invariant at a time
 
   const uint32_t block_tokens_;
