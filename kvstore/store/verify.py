@@ -39,7 +39,8 @@ class Verifier:
         problems: list[str] = []
         with self._checking:
             for space in spaces:
-                blocks += space.block_count
+                with self._index.lock:
+                    blocks += space.block_count
                 problems += [f"namespace {space.ns_id.hex()}: {problem}" for problem in self._problems(space)]
         if problems:
             logger.error("the index is damaged, restart this process: problems=%d first=%s", len(problems), problems[0])
