@@ -36,7 +36,7 @@ _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
 _SECONDS_MAX = 30 * 86400
 # Those of kvstore.radix, which is too high up to be imported here.
-EVICTION_POLICIES = ("survival", "lru", "lfu", "fifo", "s3fifo", "sieve")
+EVICTION_POLICIES = ("survival", "survival_flops", "lru", "lfu", "fifo", "s3fifo", "sieve")
 HUGE_PAGES = ("auto", "never", "required")  # that of kvstore.tiers, likewise
 BULK_CHOICES = ("socket", "nixl")  # those of kvstore.transport, likewise
 DISK_ADMISSIONS = ("worth", "demotion", "reuse", "write_through")  # those of kvstore.store
@@ -226,7 +226,8 @@ class StoreConfig:
     eviction_policy: str = _setting(
         EVICTION_POLICIES[0],
         Kind.TEXT,
-        "What leaves first where room is short: survival, or lru, lfu, fifo, s3fifo and sieve to compare with.",
+        "What leaves first where room is short: survival, survival_flops, which spares what costs more to compute "
+        "again, or lru, lfu, fifo, s3fifo and sieve to compare with.",
         choices=EVICTION_POLICIES,
     )
     huge_pages: str = _setting(

@@ -20,6 +20,8 @@ SLICE_BLOCKS = _native.SLICE_BLOCKS
 EDGE_BLOCKS = _native.EDGE_BLOCKS
 POLICIES = tuple(_native.POLICIES)
 TICK_MAX = _native.TICK_MAX
+# The depth at which attention costs as much as all else that a token takes, to `survival_flops`.
+EVEN_TOKENS = _native.EVEN_TOKENS
 TIERS = (Tier.HOST, Tier.DISK)
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 
@@ -375,9 +377,18 @@ class RadixTree:
     def check_integrity(self) -> list[str]:
         """A sentence for each invariant that does not hold, the first hundred; empty when all is well.
 
-        O(all blocks), each hashed once. Takes any damage: a broken tree gives problems, not a crash.
+        O(all blocks), of which those whose keys were made are hashed. Takes any damage: a broken tree gives problems,
+        not a crash.
         """
         return self._native.check_integrity()
+
+    def check_slice(self) -> list[str] | None:
+        """Check a slice of all invariants: None while there is more, at the end what `check_integrity` would say.
+
+        Other calls may come between the slices, and nothing that they do is taken for damage. What was checked by then
+        is not looked at again, so damage done meanwhile may be found only the next time. After the end it begins anew.
+        """
+        return self._native.check_slice()
 
 
 def _index_of(tier: Tier) -> int:

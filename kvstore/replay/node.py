@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.radix.tree import NO_SLOT
-from kvstore.replay.policies import STORE_POLICY
 from kvstore.store.demotion import demotion
 from kvstore.store.placement import DiskAdmission, DiskTerms, room_price
+from kvstore.store.settings import MEASURING_POLICIES
 from kvstore.store.turnover import Turnover
 from kvstore.types import Tier
 
@@ -122,7 +122,7 @@ class Node:
     def _disk_terms(self, count: int) -> DiskTerms:
         if not self._disk_is_full or self._disk.free_count >= count or self._turnover is None:
             return DiskTerms(None, None)
-        is_measured = self._tree.policy_name == STORE_POLICY
+        is_measured = self._tree.policy_name in MEASURING_POLICIES
         seconds = self._turnover.seconds(self._seconds) if is_measured else None
         return DiskTerms(self._tree.victim_value(Tier.DISK, self._tick), seconds)
 

@@ -56,11 +56,11 @@ def footnotes(report: Report) -> list[str]:
 def table(report: Report) -> tuple[tuple[str, ...], _Cells]:
     """Header and cells; rates in percent. Columns of the disk tier only where there is one."""
     with_disk = any(row.disk_blocks for row in report.rows)
-    header = ("policy", "capacity", "blocks", "block hit %", "token hit %", "optimal %", "infinite %")
+    header = ("policy", "capacity", "blocks", "block hit %", "token hit %", "flop hit %", "optimal %", "infinite %")
     disk_header = ("admission", "host hit %", "disk hit %", "demoted GiB", "promoted GiB", "demoted KiB / hit token")
     cells: _Cells = []
     for row in report.rows:
-        rates = (row.block_hit_rate, row.token_hit_rate, row.optimal, row.infinite)
+        rates = (row.block_hit_rate, row.token_hit_rate, row.flop_hit_rate, row.optimal, row.infinite)
         shown = (row.policy, row.capacity, row.capacity_blocks, *map(_percent, rates))
         of_tiers = map(_percent, (row.host_block_hit_rate, row.disk_block_hit_rate))
         per_token = row.demoted_bytes_per_hit_token

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.replay.flops import prefill_costs
 from kvstore.replay.node import Node
 from kvstore.replay.optimal import FutureUses, optimal_hits
 from kvstore.replay.policies import DEFAULT_POLICY, admission_named, make_tree
@@ -30,9 +31,10 @@ class ReplayRow:
 
     `capacity` is the host tier's, `disk` the disk tier's, as they were given, and `admission` what is written to disk,
     which without one is nothing. `optimal` and `infinite` are block hit
-    rates: of MIN with as much room as both tiers together, and of a cache without limit. All is counted after the
-    warm-up, except `run_seconds`, the time that the whole run took. `demoted_bytes` are written to disk;
-    `demoted_bytes_per_hit_token` is by all tokens found, None where there are none.
+    rates: of MIN with as much room as both tiers together, and of a cache without limit. `flop_hit_rate` is the share
+    of the work of prefilling that was spared (flops.py), `infinite_flop_hit_rate` what a cache without limit spares.
+    All is counted after the warm-up, except `run_seconds`, the time that the whole run took. `demoted_bytes` are
+    written to disk; `demoted_bytes_per_hit_token` is by all tokens found, None where there are none.
     """
 
     policy: str
@@ -56,6 +58,8 @@ class ReplayRow:
     infinite: float
     optimal_token_hit_rate: float
     infinite_token_hit_rate: float
+    flop_hit_rate: float
+    infinite_flop_hit_rate: float
     host_hit_blocks: int
     disk_hit_blocks: int
     host_hit_tokens: int
@@ -179,6 +183,8 @@ class Replay:
             infinite=self._block_rate(infinite),
             optimal_token_hit_rate=self._token_rate(optimal),
             infinite_token_hit_rate=self._token_rate(infinite),
+            flop_hit_rate=self._flop_rate(all_hits),
+            infinite_flop_hit_rate=self._flop_rate(infinite),
             host_hit_blocks=int(outcome.host_hits.sum()),
             disk_hit_blocks=int(outcome.disk_hits.sum()),
             host_hit_tokens=host_tokens,
@@ -195,6 +201,12 @@ class Replay:
     def _token_rate(self, hits: NDArray[np.int64]) -> float:
         return self._found_tokens(hits) / max(1, int(self._tokens.sum()))
 
+    def _flop_rate(self, hits: NDArray[np.int64]) -> float:
+        return float(prefill_costs(self._found(hits)).sum() / max(1, prefill_costs(self._tokens).sum()))
+
     def _found_tokens(self, hits: NDArray[np.int64]) -> int:
+        return int(self._found(hits).sum())
+
+    def _found(self, hits: NDArray[np.int64]) -> NDArray[np.int64]:
         """Found tokens are never more than the prompt has, even where its length is told too short."""
-        return int(np.minimum(hits * self._trace.block_tokens, self._tokens).sum())
+        return np.minimum(hits * self._trace.block_tokens, self._tokens)

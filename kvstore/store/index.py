@@ -67,8 +67,7 @@ class Index:
 
     Lock order, outermost first: a lease's or stage's own lock, the room lock (room.py), a space's `removing`, `lock`.
     No I/O and no copy of blocks happens under `lock`, and no more work at a time than a call's arguments ask for and
-    one slice of the tree (kvstore.radix.tree); `verify` alone takes longer. `_opening` serialises the making of spaces
-    and is taken before `lock`.
+    one slice of the tree (kvstore.radix.tree). `_opening` serialises the making of spaces and is taken before `lock`.
     """
 
     def __init__(self, settings: StoreSettings, host: HostTier, disk: PersistentTier | None, clock: Clock) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from kvstore.store.codecs import CodecRule
     from kvstore.types import Namespace
 
-COUNTING_POLICIES = ("survival", "lfu")
+COUNTING_POLICIES = ("survival", "survival_flops", "lfu")
+# Their values are uses per second of a block's room, of survival_flops times its cost. Others only give an order.
+MEASURING_POLICIES = ("survival", "survival_flops")
 _WHOLE = ("host_min", "host_max", "disk_min", "disk_max")
 
 

@@ -17,7 +17,7 @@ from kvstore.events import EventKind
 from kvstore.radix.tree import NO_BLOCK, NO_SLOT, RadixTree, Removed
 from kvstore.store.budget import StoreBudget
 from kvstore.store.placement import leading
-from kvstore.store.settings import NO_QUOTA
+from kvstore.store.settings import MEASURING_POLICIES, NO_QUOTA
 from kvstore.store.sparse import NO_HOLD, FreedSparse, SparseParts
 from kvstore.tiers.base import BlockIdentity, RecoveredBlock
 from kvstore.types import PLAIN_ROOT, Tier, TierRun, require_root
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 _ROOTS_REMEMBERED = 4096
 _RUNS_REMEMBERED = 1024
-# Its values are uses per second of a block's room. Those of the other policies only give an order.
-_MEASURING_POLICY = "survival"
 # How much less a block of another namespace must be worth to be taken: each tree learns by itself, so its values differ
 # by as much where use does not, and namespaces alike would take extents from each other all the time.
 _MOVING_FACTOR = 1.5
@@ -133,7 +131,7 @@ class Space:
         self.budget = StoreBudget(1.0, 0, 0.0) if budget is None else budget
         self.hash_seed = secrets.randbits(64) if hash_seed is None else hash_seed
         self.tree = RadixTree(layout.block_symbols, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
-        self.is_measured = policy == _MEASURING_POLICY
+        self.is_measured = policy in MEASURING_POLICIES
         self.moving_factor = _MOVING_FACTOR if self.is_measured else 1.0
         # The lowest priorities per byte are not told from each other, for worth is divided by this.
         self._scale = max(_SCALE_MIN, quota.priority / (layout.block_bytes if self.is_measured else 1))

@@ -318,18 +318,18 @@ class SparseParts:
         for group in self.groups:
             group.cool(names)
 
-    def problems(self, tree: RadixTree) -> list[str]:
-        """A sentence for each thing that does not agree with the tree."""
+    def problems(self, tree: RadixTree, number: int, listed: Sequence[SparseBlock]) -> list[str]:
+        """A sentence for each thing about these blocks of a group that does not agree with the tree."""
+        group = self.groups[number]
+        blocks = [block for block in listed if block.attached]  # others left since they were listed
+        ids = np.array([block.block_id for block in blocks], dtype=np.uint32)
+        keys = tree.keys(ids) if ids.size else ()
+        wrong = sum(pair[1].tobytes() != block.identity.key for block, pair in zip(blocks, keys, strict=True))
         found = []
-        for number, group in enumerate(self.groups):
-            blocks = group.blocks()
-            ids = np.array([block.block_id for block in blocks], dtype=np.uint32)
-            keys = tree.keys(ids) if ids.size else ()
-            wrong = sum(pair[1].tobytes() != block.identity.key for block, pair in zip(blocks, keys, strict=True))
-            if wrong:
-                found.append(f"{wrong} blocks of sparse group {number} stand at other blocks than they name")
-            if not all(block.slots for block in blocks) or int(group.mask(ids).sum()) != len(blocks):
-                found.append(f"sparse group {number} counts blocks that are nowhere")
+        if wrong:
+            found.append(f"{wrong} blocks of sparse group {number} stand at other blocks than they name")
+        if not all(block.slots for block in blocks) or int(group.mask(ids).sum()) != len(blocks):
+            found.append(f"sparse group {number} counts blocks that are nowhere")
         return found
 
     def _needed(self, ids: BlockIds) -> list[tuple[int, list[SparseBlock]]]:

@@ -28,6 +28,7 @@ from kvstore.store.shares import SharedStages, StageShare
 from kvstore.store.stage import Points, StoreStage
 from kvstore.store.state_calls import StateCalls, StateWriteThrough
 from kvstore.store.state_prefetch import StatePrefetcher
+from kvstore.store.verify import Verifier
 from kvstore.store.what_if import what_if
 from kvstore.tiers.persistent import CodingTier
 from kvstore.tokens import as_prompt
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
 
 logger = logging.getLogger(__name__)
-_PROBLEMS_MAX = 1000
 _IDLE_SLICES = 16
 _stores: WeakSet[Store] = WeakSet()
 _MOVER_THREADS = 2
@@ -78,6 +78,7 @@ class Store:
         self._disk = disk
         self._index = Index(settings, host, disk, clock)
         self._room = RoomMaker(self._index)
+        self._verifier = Verifier(self._index, self._room)
         self._pins = self._index.pins
         self._movers = Movers(
             threads=_MOVER_THREADS, jobs_max=settings.prefetches_max, on_failure=self._index.count_failed_move
@@ -358,19 +359,7 @@ class Store:
     def verify(self) -> Verification:
         """Check the index; see kvstore.api.KvStore."""
         self._check_open()
-        spaces = self._index.spaces()
-        blocks = 0
-        problems: list[str] = []
-        for space in spaces:
-            # A copy to disk holds single blocks, which is fine but looks like a lease of no prefix.
-            with self._room.lock, self._index.lock:
-                blocks += space.block_count
-                found = [*space.tree.check_integrity(), *space.sparse.problems(space.tree)]
-                found += [] if space.states is None else space.states.problems()
-            problems += [f"namespace {space.ns_id.hex()}: {problem}" for problem in found]
-        if problems:
-            logger.error("the index is damaged, restart this process: problems=%d first=%s", len(problems), problems[0])
-        return Verification(len(spaces), blocks, tuple(problems[:_PROBLEMS_MAX]))
+        return self._verifier.verify()
 
     def scrub(self, *, after: int = 0, limit_bytes: int = SCRUB_BYTES) -> ScrubPage:
         """Read some of what lies on disk; see kvstore.api.KvStore."""

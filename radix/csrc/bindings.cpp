@@ -16,6 +16,7 @@
 
 #include "radix_tree.h"
 #include "rehearsal.h"
+#include "survival.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -272,6 +273,7 @@ void BindTree(nb::module_& module) {
              tree.Restore(snapshot, tick);
            },
            "tables"_a, "runs"_a, "ghosts"_a, "shift"_a, "tick"_a)
+      .def("check_slice", &RadixTree::CheckSlice, nb::call_guard<nb::gil_scoped_release>())
       .def("check_integrity", &RadixTree::CheckIntegrity, nb::call_guard<nb::gil_scoped_release>());
 }
 
@@ -283,6 +285,7 @@ NB_MODULE(_native, module) {
   module.attr("TIER_COUNT") = kvstore::kTierCount;
   module.attr("SLICE_BLOCKS") = kvstore::Limits().slice_blocks;
   module.attr("POLICIES") = kvstore::PolicyNames();
+  module.attr("EVEN_TOKENS") = kvstore::kEvenTokens;
   module.attr("TICK_MAX") = kvstore::kTickMax;
   module.attr("NO_BLOCK") = kvstore::kNone;
   module.attr("EDGE_BLOCKS") = kvstore::Limits().edge_blocks;

@@ -32,13 +32,18 @@ class Ghosts {
            places_.capacity() * sizeof(places_[0]) + order_.size() * sizeof(order_[0]);
   }
 
+  // Whether a ghost of this fingerprint would be kept, as things are.
+  bool Keeps(uint64_t fingerprint) const { return !IsThinned(fingerprint); }
+
+  // Has the memory fetched that Add and Take will look at first: for those who know many fingerprints ahead.
+  void Prefetch(uint64_t fingerprint) const {
+    if (!places_.empty() && !IsThinned(fingerprint)) __builtin_prefetch(&places_[HomeOf(fingerprint)]);
+  }
+
   // `ghosts_max` would be kept if none were thinned out. Calls forget(history) for what does not fit any more.
+  // REQUIRES: Keeps(fingerprint).
   template <typename Forget>
   void Add(uint64_t fingerprint, const History& history, double ghosts_max, Forget forget) {
-    if (IsThinned(fingerprint)) {
-      forget(history);
-      return;
-    }
     if (const std::optional<History> before = Take(fingerprint)) forget(*before);
     Insert(fingerprint, history);
     const auto kept = static_cast<double>(mask_ + 1);

@@ -63,10 +63,10 @@ void RadixTree::ChangeHistories(IdSpan ids, Change change) {
     }
     Node& node = nodes_[first.node];
     const size_t count = EqualIds(node, first.depth - node.depth, IdSpan{ids.data + at, ids.size - at});
-    AccountEdge(node, -1);
+    AccountEdge(first.node, -1);
     node.runs.Update(node.depth, first.depth, first.depth + static_cast<uint32_t>(count),
                      [&](const History& history, uint32_t from, uint32_t to) { return change(history, to - from); });
-    AccountEdge(node, 1);
+    AccountEdge(first.node, 1);
     Refresh(first.node);
     at += count;
   }
@@ -119,11 +119,17 @@ std::vector<RadixTree::Ghost> RadixTree::TakeGhosts(const Cursor& cursor, std::v
   std::vector<Ghost> ghosts;
   if (!remembers_ || cursor.depth == cursor.block_count) return ghosts;
   uint64_t fingerprint = FingerprintAt(nodes_[cursor.node], cursor.taken);
+  std::vector<uint64_t> all;
+  all.reserve(cursor.block_count - cursor.depth);
   for (uint32_t depth = cursor.depth; depth < cursor.block_count; ++depth) {
     fingerprint = FingerprintThrough(fingerprint, cursor.tokens + static_cast<size_t>(depth) * block_tokens_, 1);
     if ((depth + 1) % fingerprint_blocks_ == 0) fingerprints->push_back(fingerprint);
-    if (ghosts_.empty()) continue;
-    if (const std::optional<History> history = ghosts_.Take(fingerprint)) ghosts.push_back(Ghost{depth, *history});
+    ghosts_.Prefetch(fingerprint);
+    all.push_back(fingerprint);
+  }
+  for (uint32_t depth = cursor.depth; depth < cursor.block_count && !ghosts_.empty(); ++depth) {
+    const std::optional<History> history = ghosts_.Take(all[depth - cursor.depth]);
+    if (history) ghosts.push_back(Ghost{depth, *history});
   }
   return ghosts;
 }
@@ -177,11 +183,23 @@ void RadixTree::DropHistories(Node* node, uint32_t count) {
   node->runs.ForEach(node->depth, begin, node->end(), [&](const History& history, uint32_t from, uint32_t to) {
     policy_->Left(history, to - from);
     if (!remembers_) return;
+    std::vector<uint64_t> left;
+    left.reserve(to - from);
     for (uint32_t depth = from; depth < to; ++depth) {
       const uint32_t* tokens = node->tokens.data() + static_cast<size_t>(depth - node->depth) * block_tokens_;
       fingerprint = FingerprintThrough(fingerprint, tokens, 1);
-      ghosts_.Add(fingerprint, history, ghosts_max, forget);
+      ghosts_.Prefetch(fingerprint);
+      left.push_back(fingerprint);
     }
+    uint32_t thinned = 0;
+    for (uint64_t each : left) {
+      if (!ghosts_.Keeps(each)) {
+        ++thinned;
+      } else {
+        ghosts_.Add(each, history, ghosts_max, forget);
+      }
+    }
+    if (thinned > 0) policy_->Forgotten(history, last_tick_, thinned);
   });
   node->runs.Truncate(node->depth, begin);
   if (remembers_) node->fingerprints.resize(Fingerprints(node->depth, begin));

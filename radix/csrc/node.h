@@ -67,6 +67,7 @@ struct Node {
   uint32_t victim_place[kTierCount][2] = {{kNone, kNone}, {kNone, kNone}};  // in the heaps of its queue
   uint16_t victim_queue[kTierCount] = {kNoQueue, kNoQueue};
   bool has_end_key = false;
+  bool is_live = false;  // false: the record is free
 
   uint32_t& FreeLink() { return parent; }
   uint32_t block_count() const { return static_cast<uint32_t>(ids.size()); }

@@ -100,6 +100,8 @@ class EvictionPolicy {
 
   // How many blocks are remembered after they left, for each one in the tree.
   virtual double ghost_ratio() const { return 0; }
+  // The queue among the candidates of a run whose last block is at `depth`. By default that of its history.
+  virtual uint16_t QueueAt(const History& history, uint32_t /*depth*/) const { return history.queue; }
   // The order of runs within a queue: the lowest goes first.
   virtual uint64_t RankOf(const History& history) const = 0;
   // The node whose last run goes first, or kNone where there is none.
@@ -107,7 +109,8 @@ class EvictionPolicy {
   // Before a run leaves: true where it stays after all, with another history.
   virtual bool Spares(History*, uint32_t) { return false; }
   // What a block is worth now; the lowest goes first. Comparable between trees of one policy.
-  virtual double ValueOf(const History& history, uint64_t now) const = 0;
+  // `depth` is its index in the prefix.
+  virtual double ValueOf(const History& history, uint32_t depth, uint64_t now) const = 0;
 
   virtual size_t bytes() const = 0;
 

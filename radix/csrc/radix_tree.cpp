@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "audit.h"
 #include "mix.h"
 
 namespace kvstore {
@@ -53,6 +54,8 @@ RadixTree::RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_
   }
 }
 
+RadixTree::~RadixTree() = default;
+
 size_t RadixTree::memory_bytes() const {
   return sizeof(*this) + blocks_.bytes() + nodes_.bytes() + edge_bytes_ + children_.bytes() + victims_[0].bytes() +
          victims_[1].bytes() + (root_count() + condemned_root_count()) * kRootEntryBytes +
@@ -94,6 +97,32 @@ void RadixTree::Lease(IdSpan ids) {
   CheckIds(ids);
   AddHolds(ids);
 }
+
+// Blocks that come into a tier, or stay in it after all. Those of one prefix come in a row, so a node is brought up to date
+// once, when the next one begins.
+class RadixTree::Arrivals {
+ public:
+  Arrivals(RadixTree& tree, int tier) : tree_(tree), tier_(tier) {}
+
+  void Add(const Block& block) {
+    if (block.node != node_) Settle();
+    node_ = block.node;
+    ++count_;
+    end_ = std::max(end_, block.depth + 1);
+  }
+  // REQUIRES: the node of the last one is still there.
+  void Settle() {
+    if (count_ > 0) tree_.BecomeResident(node_, tier_, count_, end_);
+    count_ = end_ = 0;
+  }
+
+ private:
+  RadixTree& tree_;
+  const int tier_;
+  uint32_t node_ = kNone;
+  uint32_t count_ = 0;
+  uint32_t end_ = 0;
+};
 
 Removed RadixTree::Release(IdSpan ids) {
   TakeHolds(ids);
@@ -158,29 +187,25 @@ std::vector<uint8_t> RadixTree::Place(IdSpan ids, int64_t tier, IdSpan slots) {
   }
   std::vector<uint8_t> placed(ids.size);
   const std::unique_lock lock(shape_mutex_);
-  // Blocks of one prefix come in a row, so a node is brought up to date once, when the next one begins.
+  Arrivals arrivals{*this, index};
   uint32_t node_id = kNone;
-  uint32_t count = 0;
-  uint32_t end = 0;
   bool is_condemned = false;
   for (size_t i = 0; i < ids.size; ++i) {
     Block& block = blocks_[ids[i]];
     if (block.state != BlockState::kAttached || block.slot[index] != kNoSlot) continue;
     if (block.node != node_id) {
-      if (count > 0) BecomeResident(node_id, index, count, end);
       node_id = block.node;
-      count = end = 0;
       is_condemned = IsCondemned(node_id);
     }
     if (is_condemned) continue;
     if (block.staged()) --nodes_[node_id].staged;
     block.slot[index] = slots[i];
-    ++count;
-    end = std::max(end, block.depth + 1);
     ++tier_blocks_[index];
+    BlockChanged(ids[i]);
+    arrivals.Add(block);
     placed[i] = 1;
   }
-  if (count > 0) BecomeResident(node_id, index, count, end);
+  arrivals.Settle();
   steps_ += ids.size;
   return placed;
 }
@@ -204,7 +229,7 @@ std::vector<double> RadixTree::Values(IdSpan ids, uint64_t tick) {
   for (size_t i = 0; i < ids.size; ++i) {
     const Block& block = blocks_[ids[i]];
     if (block.state != BlockState::kAttached || IsCondemned(block.node)) continue;
-    values[i] = policy_->ValueOf(nodes_[block.node].runs.At(block.depth), last_tick_);
+    values[i] = policy_->ValueOf(nodes_[block.node].runs.At(block.depth), block.depth, last_tick_);
   }
   return values;
 }
@@ -270,7 +295,8 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
   const std::unique_lock lock(shape_mutex_);
   Removed removed;
   Ids displaced;
-  Ids last_copies;
+  std::vector<uint64_t> last_copies;  // depth, then id
+  Arrivals stayed{*this, index};
   for (uint32_t id : ids) {
     if (FindUsed(id) == nullptr) continue;  // named twice, and gone by now
     Block& block = blocks_[id];
@@ -284,24 +310,26 @@ Removed RadixTree::Evict(IdSpan ids, int64_t tier) {
     if (is_attached && !goes_anyway && block.holds == 0 && block.slot[1 - index] != kNoSlot) {
       removed.slots[index].push_back(std::exchange(block.slot[index], kNoSlot));
       --tier_blocks_[index];
+      BlockChanged(id);
       displaced.push_back(id);
       continue;
     }
-    if (is_attached) BecomeResident(block.node, index, 1, block.depth + 1);
+    if (is_attached) stayed.Add(block);
     if (block.holds > 0) {
       ++removed.kept;
     } else if (is_attached) {
-      if (!goes_anyway) last_copies.push_back(id);
+      if (!goes_anyway) last_copies.push_back(uint64_t{block.depth} << 32 | id);
     } else if (!block.in_use()) {
       FreeDetached(id, &removed);
     }
   }
+  stayed.Settle();
   const std::vector<Key128> keys = Keys(IdSpan{displaced.data(), displaced.size()});
   for (size_t row = 0; row < displaced.size(); ++row) removed.displaced_keys.push_back(keys[2 * row + 1]);
-  // The topmost takes its whole subtree along, so a run of victims is one cut.
-  std::sort(last_copies.begin(), last_copies.end(),
-            [&](uint32_t left, uint32_t right) { return blocks_[left].depth < blocks_[right].depth; });
-  CutAll(last_copies, &removed);
+  // The topmost takes its whole subtree along, so a run of victims is one cut. They mostly come deepest first.
+  std::reverse(last_copies.begin(), last_copies.end());
+  if (!std::is_sorted(last_copies.begin(), last_copies.end())) std::stable_sort(last_copies.begin(), last_copies.end());
+  CutAll(Ids(last_copies.begin(), last_copies.end()), &removed);
   steps_ += ids.size;
   return removed;
 }
@@ -529,14 +557,14 @@ Key128 RadixTree::KeyAfter(uint32_t node_id, uint32_t count) {
   uint32_t at = std::min(node.mark_count(), count / kMarkBlocks) * kMarkBlocks;
   Key128 key = at > 0 ? (*node.marks)[at / kMarkBlocks - 1] : KeyBefore(node_id);
   if (at + kMarkBlocks <= count) {
-    AccountEdge(node, -1);
+    AccountEdge(node_id, -1);
     if (!node.marks) node.marks = std::make_unique<std::vector<Key128>>();
     for (; at + kMarkBlocks <= count; at += kMarkBlocks) {
       key = ChainThrough(node, at, at + kMarkBlocks, key);
       node.marks->push_back(key);
     }
     node.marks->shrink_to_fit();
-    AccountEdge(node, 1);
+    AccountEdge(node_id, 1);
   }
   return ChainThrough(node, at, count, key);
 }

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <shared_mutex>
 #include <string>
@@ -99,6 +100,7 @@ class RadixTree {
   // `policy` decides what leaves a tier first, by name (policy.h). `hash_bits` below 32 makes hash collisions likelier, for tests; they cost time and decide nothing.
   RadixTree(uint32_t block_tokens, const Key128& ns_key, uint64_t hash_seed, uint32_t hash_bits,
             const std::string& policy = "lru", Limits limits = {});
+  ~RadixTree();
   RadixTree(const RadixTree&) = delete;
   RadixTree& operator=(const RadixTree&) = delete;
 
@@ -175,7 +177,10 @@ class RadixTree {
   void Restore(const Snapshot& snapshot, uint64_t tick);
 
   // A text for each broken invariant, the first hundred; empty when all hold. O(blocks).
-  std::vector<std::string> CheckIntegrity() const;
+  std::vector<std::string> CheckIntegrity();
+  // The same a slice at a time, with other calls in between: nothing while there is more. What was checked by then is not
+  // looked at again.
+  std::optional<std::vector<std::string>> CheckSlice();
 
  private:
   struct KeyHash {
@@ -240,6 +245,7 @@ class RadixTree {
   uint32_t Tag(uint32_t parent, const uint32_t* first_block) const;
 
   // Shape.
+  uint32_t NewNode();
   uint32_t NewRoot(const Key128& root);
   void Insert(const Cursor& cursor, const Births& births, Ids* ids);
   uint32_t NewChild(uint32_t parent_id, const uint32_t* first_block, uint32_t depth);
@@ -251,7 +257,7 @@ class RadixTree {
   void UnlinkChild(uint32_t child_id);
   void ReplaceChild(uint32_t old_child, uint32_t new_child);
   void FreeNode(uint32_t node_id);
-  void AccountEdge(const Node& node, int sign);
+  void AccountEdge(uint32_t node_id, int sign);
 
   // Leaving the tree.
   void CutAll(const Ids& ids, Removed* removed);
@@ -333,7 +339,18 @@ class RadixTree {
   Key128 ChainThrough(const Node& node, uint32_t from, uint32_t to, Key128 key) const;
   void FillAttachedKeys(IdSpan ids, std::vector<Key128>* keys);
 
-  class Audit;           // in audit.cpp
+  class Arrivals;  // in radix_tree.cpp
+
+  // For an audit under way, of records whose share of a sum changed.
+  class Audit;  // in audit.h
+  void BlockChanged(uint32_t id) {
+    if (audit_ != nullptr) TellOfBlock(id);
+  }
+  void NodeChanged(uint32_t id) {
+    if (audit_ != nullptr) TellOfNode(id);
+  }
+  void TellOfBlock(uint32_t id);
+  void TellOfNode(uint32_t id);
   friend class Surgeon;  // of the tests: breaks one invariant at a time
 
   const uint32_t block_tokens_;
@@ -360,6 +377,7 @@ class RadixTree {
   uint32_t tier_blocks_[kTierCount] = {0, 0};  // attached blocks with a slot in the tier
   std::unordered_map<uint32_t, Identity> detached_;
   size_t edge_bytes_ = 0;
+  std::unique_ptr<Audit> audit_;  // null where none is under way
   mutable uint64_t steps_ = 0;
   mutable std::atomic<uint64_t> matched_steps_{0};  // of calls that the callers' lock does not cover
   std::atomic<uint64_t> removals_{0};

@@ -15,7 +15,7 @@ class OneQueuePolicy : public EvictionPolicy {
   History Renewed(const History& before, const Access&, uint32_t) override { return before; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
   uint32_t Choose(const Candidates& candidates, int, uint64_t) override { return candidates.First(0).node; }
-  double ValueOf(const History& history, uint64_t) const override { return static_cast<double>(RankOf(history)); }
+  double ValueOf(const History& history, uint32_t, uint64_t) const override { return static_cast<double>(RankOf(history)); }
   size_t bytes() const override { return sizeof(*this); }
 };
 
@@ -157,7 +157,7 @@ class S3FifoPolicy : public EvictionPolicy {
     return true;
   }
 
-  double ValueOf(const History& history, uint64_t) const override {
+  double ValueOf(const History& history, uint32_t, uint64_t) const override {
     return history.queue == kSmall ? 0 : static_cast<double>(history.tick);
   }
   size_t bytes() const override { return sizeof(*this); }

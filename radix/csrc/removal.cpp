@@ -125,6 +125,7 @@ void RadixTree::Uproot(uint32_t node_id, const Key128& key_before, const Key128&
   node.end_key = end_key;
   node.has_end_key = true;
   condemned_.emplace(node_id, root);
+  NodeChanged(node_id);
 }
 
 // Unlinks a node from its parent, whose ancestors count nothing of it any more.
@@ -166,12 +167,12 @@ void RadixTree::Truncate(uint32_t node_id, uint32_t count, Removed* removed) {
     for (int tier = 0; tier < kTierCount; ++tier) node.resident[tier] -= block.resident(tier);
     Retire(node.ids[at], removed);
   }
-  AccountEdge(node, -1);
+  AccountEdge(node_id, -1);
   DropHistories(&node, count);
   ShrinkTo(&node.ids, count);
   ShrinkTo(&node.tokens, static_cast<size_t>(count) * block_tokens_);
   node.KeepMarks(count);
-  AccountEdge(node, 1);
+  AccountEdge(node_id, 1);
   for (uint32_t& end : node.resident_end) end = std::min(end, node.end());
 }
 
@@ -200,6 +201,7 @@ void RadixTree::Retire(uint32_t id, Removed* removed) {
   if (block.in_use()) {
     block.state = BlockState::kDetached;
     block.node = kNone;
+    BlockChanged(id);
   } else {
     FreeBlock(id, removed);
   }
@@ -215,6 +217,7 @@ void RadixTree::FreeBlock(uint32_t id, Removed* removed) {
     if (blocks_[id].slot[tier] != kNoSlot) removed->slots[tier].push_back(blocks_[id].slot[tier]);
   }
   blocks_.Free(id);
+  BlockChanged(id);
 }
 
 // ---- what is condemned ----

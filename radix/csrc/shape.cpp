@@ -27,11 +27,18 @@ void Prepend(const Ids& front, Ids* values) {
 // ---- growing ----
 
 uint32_t RadixTree::NewRoot(const Key128& root) {
-  const uint32_t node_id = nodes_.Allocate();
+  const uint32_t node_id = NewNode();
   nodes_[node_id].end_key = root;
   nodes_[node_id].has_end_key = true;
   nodes_[node_id].start_fingerprint = KeyHash{hash_seed_}(root);
   roots_.emplace(root, node_id);
+  NodeChanged(node_id);
+  return node_id;
+}
+
+uint32_t RadixTree::NewNode() {
+  const uint32_t node_id = nodes_.Allocate();
+  nodes_[node_id].is_live = true;
   return node_id;
 }
 
@@ -67,7 +74,7 @@ void RadixTree::Insert(const Cursor& cursor, const Births& births, Ids* ids) {
 
 // A child that holds no id yet, found by the block at `first_block`.
 uint32_t RadixTree::NewChild(uint32_t parent, const uint32_t* first_block, uint32_t depth) {
-  const uint32_t node_id = nodes_.Allocate();
+  const uint32_t node_id = NewNode();
   nodes_[node_id].depth = depth;
   LinkChild(parent, node_id, first_block);
   return node_id;
@@ -75,7 +82,7 @@ uint32_t RadixTree::NewChild(uint32_t parent, const uint32_t* first_block, uint3
 
 void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count, const Births& births) {
   Node& node = nodes_[node_id];
-  AccountEdge(node, -1);
+  AccountEdge(node_id, -1);
   ReserveFor(&node.tokens, static_cast<size_t>(count) * block_tokens_);
   ReserveFor(&node.ids, count);
   node.tokens.insert(node.tokens.end(), tokens, tokens + static_cast<size_t>(count) * block_tokens_);
@@ -88,10 +95,11 @@ void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count,
     block.holds = 1;
     block.state = BlockState::kAttached;
     node.ids.push_back(id);
+    BlockChanged(id);
   }
   node.staged += count;
   if (count > 0) node.has_end_key = false;
-  AccountEdge(node, 1);
+  AccountEdge(node_id, 1);
 }
 
 // ---- splitting and merging ----
@@ -99,11 +107,11 @@ void RadixTree::Append(uint32_t node_id, const uint32_t* tokens, uint32_t count,
 // Makes the first `at` blocks of the node a parent of the rest, and returns that parent. The rest keeps the node, so
 // that its children need not be found anew. O(blocks of the node). The caller merges what fits.
 uint32_t RadixTree::Split(uint32_t node_id, uint32_t at) {
-  const uint32_t head_id = nodes_.Allocate();
+  const uint32_t head_id = NewNode();
   Node& head = nodes_[head_id];
   Node& tail = nodes_[node_id];
   steps_ += tail.block_count();
-  AccountEdge(tail, -1);
+  AccountEdge(node_id, -1);
   ReplaceChild(node_id, head_id);
   const size_t head_tokens = static_cast<size_t>(at) * block_tokens_;
   head.tokens.assign(tail.tokens.begin(), tail.tokens.begin() + head_tokens);
@@ -128,8 +136,8 @@ uint32_t RadixTree::Split(uint32_t node_id, uint32_t at) {
     head.resident_end[tier] = std::min(tail.resident_end[tier], head.end());
   }
   LinkChild(head_id, node_id, tail.tokens.data());
-  AccountEdge(head, 1);
-  AccountEdge(tail, 1);
+  AccountEdge(head_id, 1);
+  AccountEdge(node_id, 1);
   Refresh(head_id);
   Refresh(node_id);
   return head_id;
@@ -150,14 +158,14 @@ void RadixTree::MergeWithOnlyChild(uint32_t node_id) {
   steps_ += head.block_count() + tail.block_count();
   UnlinkChild(child_id);
   ReplaceChild(node_id, child_id);
-  AccountEdge(head, -1);
-  AccountEdge(tail, -1);
+  AccountEdge(node_id, -1);
+  AccountEdge(child_id, -1);
   Prepend(head.tokens, &tail.tokens);
   Prepend(head.ids, &tail.ids);
   tail.marks = std::move(head.marks);
   MergeHistories(&head, &tail);
-  AccountEdge(head, 1);
-  AccountEdge(tail, 1);
+  AccountEdge(node_id, 1);
+  AccountEdge(child_id, 1);
   tail.depth = head.depth;
   tail.staged += head.staged;
   for (uint32_t id : head.ids) blocks_[id].node = child_id;
@@ -166,6 +174,7 @@ void RadixTree::MergeWithOnlyChild(uint32_t node_id) {
     tail.resident[tier] += head.resident[tier];
   }
   FreeNode(node_id);
+  NodeChanged(child_id);
   Refresh(child_id);
 }
 
@@ -179,6 +188,7 @@ void RadixTree::LinkChild(uint32_t parent_id, uint32_t child_id, const uint32_t*
   parent.first_child = child_id;
   ++parent.child_count;
   children_.Insert(Tag(parent_id, first_block), child_id);
+  NodeChanged(child_id);
 }
 
 // Takes the child out of its parent's list and out of the table; `child.parent` stays.
@@ -211,18 +221,22 @@ void RadixTree::ReplaceChild(uint32_t old_child, uint32_t new_child) {
   } else {
     nodes_[after.previous_sibling].next_sibling = new_child;
   }
+  NodeChanged(new_child);
 }
 
 // REQUIRES: the node is not linked any more.
 void RadixTree::FreeNode(uint32_t node_id) {
   for (VictimQueues& queues : victims_) queues.Remove(node_id);
-  AccountEdge(nodes_[node_id], -1);
+  AccountEdge(node_id, -1);
   nodes_.Free(node_id);
+  NodeChanged(node_id);
 }
 
-void RadixTree::AccountEdge(const Node& node, int sign) {
-  const size_t bytes = node.edge_bytes();
+// Takes the bytes of the node's edge out of the sum before it changes, and back in afterwards.
+void RadixTree::AccountEdge(uint32_t node_id, int sign) {
+  const size_t bytes = nodes_[node_id].edge_bytes();
   edge_bytes_ += sign > 0 ? bytes : 0 - bytes;
+  if (sign > 0) NodeChanged(node_id);
 }
 
 // ---- leaving a tier ----
@@ -256,6 +270,7 @@ void RadixTree::Propagate(uint32_t node_id, int tier, bool was_occupied) {
   for (uint32_t parent_id = nodes_[node_id].parent; parent_id != kNone; parent_id = nodes_[node_id].parent) {
     const bool is_occupied = nodes_[node_id].occupied(tier);
     if (is_occupied == was_occupied) return;
+    NodeChanged(node_id);
     Node& parent = nodes_[parent_id];
     was_occupied = parent.occupied(tier);
     parent.below[tier] += is_occupied ? 1 : -1;
@@ -290,7 +305,7 @@ void RadixTree::RefreshTier(uint32_t node_id, int tier) {
     return;
   }
   const History& history = node.runs.At(last.depth);
-  victims_[tier].Set(node_id, history.queue, VictimRank{policy_->RankOf(history), last.slot[tier]});
+  victims_[tier].Set(node_id, policy_->QueueAt(history, last.depth), VictimRank{policy_->RankOf(history), last.slot[tier]});
 }
 
 // The node whose last blocks leave the tier first, or kNone: where there is none, or too many condemned ones come before
@@ -320,9 +335,9 @@ uint32_t RadixTree::ChooseVictim(int tier) {
     const uint32_t end = history.end;
     if (spared == limits_.slice_blocks || !policy_->Spares(&history, end - begin)) return node_id;
     ++spared;
-    AccountEdge(node, -1);
+    AccountEdge(node_id, -1);
     node.runs.Update(node.depth, begin, end, [&](const History&, uint32_t, uint32_t) { return history; });
-    AccountEdge(node, 1);
+    AccountEdge(node_id, 1);
     Refresh(node_id);
     ++steps_;
   }
@@ -331,7 +346,8 @@ uint32_t RadixTree::ChooseVictim(int tier) {
 
 double RadixTree::NextVictimValue(uint32_t node_id, int tier) {
   Node& node = nodes_[node_id];
-  return policy_->ValueOf(node.runs.At(blocks_[LastResident(&node, tier)].depth), last_tick_);
+  const uint32_t depth = blocks_[LastResident(&node, tier)].depth;
+  return policy_->ValueOf(node.runs.At(depth), depth, last_tick_);
 }
 
 // Takes blocks of the node from its last one up, as far as they have one history and nobody holds them. Where another
@@ -343,7 +359,7 @@ void RadixTree::TakeRun(uint32_t node_id, int tier, size_t limit, Ids* victims) 
   const uint32_t begin = node.runs.BeginOf(last_depth, node.depth);
   const bool was_occupied = node.occupied(tier);
   victims_[tier].Remove(node_id);
-  const QueueEnd rival = victims_[tier].First(history.queue);
+  const QueueEnd rival = victims_[tier].First(policy_->QueueAt(history, last_depth));
   if (rival.node != kNone && rival.rank == policy_->RankOf(history)) limit = 1;
   for (uint32_t depth = last_depth + 1; depth > begin && limit > 0; --depth) {
     const uint32_t id = node.ids[depth - 1 - node.depth];

@@ -201,9 +201,9 @@ void RadixTree::RestoreNode(const SavedRuns& found, uint64_t tick, Way* way) {
   end_piece(node.end());
   node.end_key = key;
   node.has_end_key = true;
-  AccountEdge(node, -1);
+  AccountEdge(way->node, -1);
   node.runs = std::move(runs);
-  AccountEdge(node, 1);
+  AccountEdge(way->node, 1);
   Refresh(way->node);
 }
 

@@ -26,6 +26,9 @@ constexpr double kPriorUses = 0.7;
 constexpr double kPriorRiskUses = 10;
 constexpr double kPriorQueueUses = 100;
 constexpr double kEndedRisk = 0.05;  // of what was said to be over, until it turns out otherwise
+// Of a block at the beginning of each step.
+constexpr std::array<double, 8> kStepCosts = {1, 1.4142, 2, 2.8284, 4, 5.6569, 8, 11.3137};
+
 constexpr uint32_t kSavedVersion = 2;  // of the tables; on disk: never renumber
 constexpr uint16_t kRehearsalMarks[2] = {0xFFFC, 0xFFFE};  // in place of a queue, for each tier; on disk, too
 
@@ -223,13 +226,16 @@ void LifeTable::Restore(uint64_t tick, double weight) {
 
 // ---- histories ----
 
-SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks)
-    : block_units_(block_tokens / kUnitTokens),
+SurvivalPolicy::SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks, HitWorth worth)
+    : worth_(worth),
+      block_units_(block_tokens / kUnitTokens),
+      block_depths_(static_cast<double>(block_tokens) / kEvenTokens),
       prefix_blocks_(prefix_blocks),
       queues_(static_cast<size_t>(kKinds) * kNews),
       kinds_(kKinds) {
   for (std::unique_ptr<Rehearsal>& rehearsal : rehearsals_) rehearsal = std::make_unique<Rehearsal>(this, prefix_blocks);
-  for (std::vector<Offer>& offers : offers_) offers.resize(queues_.size());
+  const size_t steps = worth == HitWorth::kFlops ? kCostSteps : 1;
+  for (std::vector<Offer>& offers : offers_) offers.resize(steps * queues_.size());
 }
 
 SurvivalPolicy::~SurvivalPolicy() = default;
@@ -433,9 +439,18 @@ double SurvivalPolicy::IndexOf(uint16_t queue, double seconds) const {
   return own ? static_cast<double>(own->index[static_cast<size_t>(AgeBin(seconds))]) : 0;
 }
 
-double SurvivalPolicy::ValueOf(const History& history, uint64_t now) const {
+double SurvivalPolicy::ValueOf(const History& history, uint32_t depth, uint64_t now) const {
   if (rehearsals_[0]->prefers_recency()) return 1 / (1 + SecondsBetween(history.tick, now));
-  return IndexOf(history.queue, SecondsBetween(history.tick, now));
+  return IndexOf(history.queue, SecondsBetween(history.tick, now)) * kStepCosts[CostStepOf(depth)];
+}
+
+size_t SurvivalPolicy::CostStepOf(uint32_t depth) const {
+  if (worth_ == HitWorth::kBlocks) return 0;
+  return std::min(kCostSteps - 1, static_cast<size_t>(2 * std::log2(1 + depth * block_depths_)));
+}
+
+uint16_t SurvivalPolicy::QueueAt(const History& history, uint32_t depth) const {
+  return static_cast<uint16_t>(CostStepOf(depth) * queues_.size() + history.queue);
 }
 
 // ---- choosing ----
@@ -444,8 +459,10 @@ double SurvivalPolicy::ValueOf(const History& history, uint64_t now) const {
 SurvivalPolicy::Offer SurvivalPolicy::BestOf(const Candidates& candidates, uint16_t queue, uint64_t now) const {
   const QueueEnd oldest = candidates.First(queue);
   const QueueEnd newest = candidates.Last(queue);
-  const double of_oldest = IndexOf(queue, SecondsBetween(oldest.rank, now));
-  const double of_newest = IndexOf(queue, SecondsBetween(newest.rank, now));
+  const auto of_history = static_cast<uint16_t>(queue % queues_.size());
+  const double cost = kStepCosts[queue / queues_.size()];
+  const double of_oldest = IndexOf(of_history, SecondsBetween(oldest.rank, now)) * cost;
+  const double of_newest = IndexOf(of_history, SecondsBetween(newest.rank, now)) * cost;
   Offer offer;
   offer.version = candidates.Version(queue);
   offer.node = of_newest < of_oldest ? newest.node : oldest.node;
@@ -458,7 +475,7 @@ uint32_t SurvivalPolicy::LeastRecent(const Candidates& candidates) const {
   QueueEnd best;
   for (uint16_t queue : candidates.open_queues()) {
     const QueueEnd first = candidates.First(queue);
-    if (KindOf(queue) == kKindEnded) return first.node;
+    if (KindOf(static_cast<uint16_t>(queue % queues_.size())) == kKindEnded) return first.node;
     if (best.node == kNone || first.rank < best.rank) best = first;
   }
   return best.node;

@@ -64,9 +64,16 @@ class LifeTable {
   std::vector<Cohort> cohorts_;  // by time
 };
 
+// What a hit is worth: every block the same, or what computing it again costs, which grows with its depth.
+enum class HitWorth : uint8_t { kBlocks, kFlops };
+
+// The depth at which attending to all tokens before costs as much as all else that a token takes: 2 P / (4 L H) tokens for
+// P parameters, L layers and a hidden size of H, which is about 30k for models of 8 and 53k for models of 70 billion.
+constexpr uint32_t kEvenTokens = 32768;
+
 class SurvivalPolicy : public EvictionPolicy {
  public:
-  SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks);
+  SurvivalPolicy(uint32_t block_tokens, uint32_t prefix_blocks, HitWorth worth = HitWorth::kBlocks);
   ~SurvivalPolicy() override;
 
   // What the histories become, without a trace in the statistics.
@@ -88,7 +95,8 @@ class SurvivalPolicy : public EvictionPolicy {
   double ghost_ratio() const override { return 16; }
   uint64_t RankOf(const History& history) const override { return history.tick; }
   uint32_t Choose(const Candidates& candidates, int tier, uint64_t now) override;
-  double ValueOf(const History& history, uint64_t now) const override;
+  uint16_t QueueAt(const History& history, uint32_t depth) const override;
+  double ValueOf(const History& history, uint32_t depth, uint64_t now) const override;
   size_t bytes() const override;
   uint32_t piece_count() const override;
   void Save(uint32_t piece, std::string* bytes) const override;
@@ -116,6 +124,9 @@ class SurvivalPolicy : public EvictionPolicy {
   static constexpr int kGroups = 1 + kCounts + 2;   // of kinds: by accesses, ended, expected
   static constexpr int kRiskGroups = 3;             // seen once, twice, more often
 
+  // Where hits are worth what they cost, candidates of a queue are told apart by their cost, in half powers of two.
+  static constexpr size_t kCostSteps = 8;
+
   struct Queue {
     LifeTable lives;
     Bins uses{};
@@ -138,6 +149,7 @@ class SurvivalPolicy : public EvictionPolicy {
   };
 
   static int KindOf(uint16_t queue) { return queue / kNews; }
+  size_t CostStepOf(uint32_t depth) const;
   static int GroupOf(int kind);
   static int RiskGroupOf(int kind);
   uint16_t QueueOf(uint16_t accesses, float gap, const Access& access) const;
@@ -154,7 +166,9 @@ class SurvivalPolicy : public EvictionPolicy {
   uint32_t LeastRecent(const Candidates& candidates) const;
   Offer BestOf(const Candidates& candidates, uint16_t queue, uint64_t now) const;
 
+  const HitWorth worth_;
   const double block_units_;   // of 512 tokens
+  const double block_depths_;  // of kEvenTokens
   const uint32_t prefix_blocks_;
   std::vector<std::unique_ptr<Queue>> queues_;
   std::vector<uint16_t> opened_;

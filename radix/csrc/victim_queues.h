@@ -40,22 +40,15 @@ class VictimHeap {
     return at < entries_.size() && entries_[at].node == node ? &entries_[at].rank : nullptr;
   }
 
-  // Whether each entry comes after the one above it. O(size).
-  bool IsOrdered() const {
-    for (size_t at = 1; at < entries_.size(); ++at) {
-      if (Before(entries_[at].rank, entries_[(at - 1) / 2].rank)) return false;
-    }
-    return true;
-  }
-
-  // Whether it holds the same nodes under the same ranks. O(size).
-  bool Agrees(const VictimHeap& other) const {
-    if (size() != other.size()) return false;
-    for (const Entry& entry : entries_) {
-      const VictimRank* rank = other.Find(entry.node);
-      if (rank == nullptr || *rank < entry.rank || entry.rank < *rank) return false;
-    }
-    return true;
+  // Whether the entry at `at` names a node of `queue`, comes after the one above it and has the same rank in `other`.
+  bool IsSoundAt(size_t at, uint16_t queue, const VictimHeap& other) const {
+    const Entry& entry = entries_[at];
+    const Node* node = nodes_->Find(entry.node);
+    if (node == nullptr || !node->is_live || node->victim_queue[tier_] != queue) return false;
+    if (node->victim_place[tier_][static_cast<int>(end_)] != at) return false;
+    if (at > 0 && Before(entry.rank, entries_[(at - 1) / 2].rank)) return false;
+    const VictimRank* rank = other.Find(entry.node);
+    return rank != nullptr && !(*rank < entry.rank) && !(entry.rank < *rank);
   }
 
   // Inserts `node`, or moves it to `rank`.
@@ -174,15 +167,21 @@ class VictimQueues : public Candidates {
     --size_;
   }
 
-  // Whether the heaps are in order and agree. O(size).
-  bool IsSound() const {
-    size_t count = 0;
+  // For audits: one end of a queue, an entry at a time.
+  uint16_t queue_count() const { return static_cast<uint16_t>(queues_.size()); }
+  size_t EntryCount(uint16_t queue, int end) const { return queues_[queue] ? queues_[queue]->heaps[end].size() : 0; }
+  bool IsSoundAt(uint16_t queue, int end, size_t at) const {
+    const VictimHeap(&heaps)[2] = queues_[queue]->heaps;
+    return heaps[end].IsSoundAt(at, queue, heaps[1 - end]);
+  }
+
+  // Whether both ends of all queues have as many nodes as there are. O(open queues).
+  bool IsCounted() const {
+    size_t counts[2] = {0, 0};
     for (uint16_t queue : open_) {
-      const VictimHeap(&heaps)[2] = queues_[queue]->heaps;
-      if (!heaps[0].IsOrdered() || !heaps[1].IsOrdered() || !heaps[0].Agrees(heaps[1])) return false;
-      count += heaps[0].size();
+      for (size_t end = 0; end < 2; ++end) counts[end] += queues_[queue]->heaps[end].size();
     }
-    return count == size_;
+    return counts[0] == size_ && counts[1] == size_;
   }
 
   size_t bytes() const {

@@ -255,7 +255,7 @@ def refused(*flags: object) -> str:
         (["--config", "/nowhere/kvstore.toml"], "/nowhere/kvstore.toml"),
         (["--data-dir", "/proc/kvstore", "--disk-bytes", "16MiB"], "/proc/kvstore"),
         (["--set", "tenants.a.secret_files=/nowhere/secret"], "/nowhere/secret"),
-        (["--eviction-policy", "mru"], "expected one of survival, lru, lfu, fifo, s3fifo, sieve"),
+        (["--eviction-policy", "mru"], "expected one of survival, survival_flops, lru, lfu, fifo, s3fifo, sieve"),
         (["--set", "quota.1.host_min=17MiB"], "quota.1.host_min is 17825792"),
         (["--set", "quota.1.priority=-1"], "expected a number above 0"),
     ],

@@ -153,7 +153,7 @@ def test_no_rule_leaves_a_hole_nor_loses_a_slot(tmp_path: Path, rule: str) -> No
         ),
         (
             {"disk_admission": "reuse", "eviction_policy": "lru"},
-            "needs an eviction_policy that counts uses .survival, lfu",
+            "needs an eviction_policy that counts uses .survival, survival_flops, lfu",
         ),
         ({"prefetch_ratio": 1.5}, "prefetch_ratio is 1.5, expected 0..1"),
         ({"store_bytes_per_second": 0}, "store_bytes_per_second is 0, expected at least 1"),

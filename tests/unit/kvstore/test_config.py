@@ -193,7 +193,9 @@ def test_a_quota_that_cannot_be_is_named_by_its_number(tmp_path, text, problem):
 
 def test_the_policies_that_can_be_chosen_are_those_of_the_index():
     assert EVICTION_POLICIES == POLICIES
-    with pytest.raises(ConfigError, match=r"eviction_policy is 'mru' .*expected one of survival, lru, lfu"):
+    with pytest.raises(
+        ConfigError, match=r"eviction_policy is 'mru' .*expected one of survival, survival_flops, lru, lfu"
+    ):
         load_config(environ={}, flags={"store.eviction_policy": "mru"})
 
 

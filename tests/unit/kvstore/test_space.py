@@ -59,7 +59,7 @@ def test_what_others_add_meanwhile_leaves_a_match_as_it_was(store: Store) -> Non
 
 def test_a_damaged_index_is_reported_by_namespace(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store_prompt(store, dataclasses.replace(BASE, model="other"), PROMPT)
-    monkeypatch.setattr("kvstore.store.space.RadixTree.check_integrity", lambda tree: ["a block is of no node (7)"])
+    monkeypatch.setattr("kvstore.store.space.RadixTree.check_slice", lambda tree: ["a block is of no node (7)"])
     found = store.verify()
     assert (2, 2 * BLOCKS) == (found.namespaces, found.blocks)
     assert f"namespace {store.namespace_id(BASE).hex()}: a block is of no node (7)" == found.problems[0]

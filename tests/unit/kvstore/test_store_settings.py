@@ -14,7 +14,7 @@ from kvstore.store import Quota, StoreSettings
         ({"leases_max": 0}, "leases_max is 0, expected at least 1"),
         ({"room_seconds_max": -0.1}, "room_seconds_max is -0.1, expected at least 0"),
         ({"pinned_ratio_max": 1.5}, "pinned_ratio_max is 1.5"),
-        ({"eviction_policy": "mru"}, "eviction_policy is 'mru', expected one of survival, lru"),
+        ({"eviction_policy": "mru"}, "eviction_policy is 'mru', expected one of survival, survival_flops, lru"),
     ],
 )
 def test_a_limit_out_of_range_is_refused(change: dict[str, Any], problem: str) -> None:

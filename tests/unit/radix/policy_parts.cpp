@@ -86,8 +86,12 @@ struct GhostsPart {
       double ghosts_max = 0;
       in >> tick >> count >> ghosts_max;
       for (uint64_t at = 0; at < count; ++at) {
-        ghosts.Add(fingerprint + (at << 32), HistoryOf(tick + at), ghosts_max,
-                   [&](const History& history) { out << history.tick << ' '; });
+        const auto forget = [&](const History& history) { out << history.tick << ' '; };
+        if (ghosts.Keeps(fingerprint + (at << 32))) {
+          ghosts.Add(fingerprint + (at << 32), HistoryOf(tick + at), ghosts_max, forget);
+        } else {
+          forget(HistoryOf(tick + at));
+        }
       }
     }
     if (verb == "reload") Reload();
@@ -105,7 +109,17 @@ struct QueuesPart {
   VictimQueues queues{&nodes, 0};
 
   QueuesPart() {
-    for (uint32_t node = 0; node < kNodes; ++node) nodes.Allocate();
+    for (uint32_t node = 0; node < kNodes; ++node) nodes[nodes.Allocate()].is_live = true;
+  }
+
+  bool IsSound() const {
+    bool is_sound = queues.IsCounted();
+    for (uint16_t queue = 0; queue < queues.queue_count(); ++queue) {
+      for (int end = 0; end < 2; ++end) {
+        for (size_t at = 0; at < queues.EntryCount(queue, end); ++at) is_sound &= queues.IsSoundAt(queue, end, at);
+      }
+    }
+    return is_sound;
   }
 
   void Do(const std::string& verb, std::istream& in, std::ostream& out) {
@@ -118,7 +132,7 @@ struct QueuesPart {
     }
     if (verb == "set") queues.Set(node, queue, VictimRank{rank, node});
     if (verb == "remove") queues.Remove(node);
-    out << queues.size() << ' ' << queues.IsSound();
+    out << queues.size() << ' ' << IsSound();
     const std::vector<uint16_t>& open = queues.open_queues();
     for (uint16_t each = 0; each < kQueues; ++each) {
       const QueueEnd first = queues.First(each);

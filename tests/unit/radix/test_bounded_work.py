@@ -176,6 +176,29 @@ def test_scans_of_all_blocks_come_in_slices(counted: Counted) -> None:
     assert counted.steps_max <= STEPS_MAX
 
 
+@pytest.mark.parametrize("shape", ["a path", "a fan", "a condemned fan", "many roots"])
+def test_all_invariants_are_checked_in_slices(counted: Counted, shape: str) -> None:
+    leaves = BLOCKS // 10
+    if shape == "a path":
+        ids = counted.store(prompt_of(BLOCKS))
+        counted.tree.keys(ids[-1:])
+    elif shape == "many roots":
+        for root in range(leaves):
+            counted.store(prompt_of(1), root=root.to_bytes(16, "big"))
+    else:
+        ids = fan(counted, 3, leaves)
+        counted.tree.keys(ids)
+        if shape == "a condemned fan":
+            counted.call(lambda: counted.tree.drop(ids[:1]))
+    counted.steps_max = slices = 0
+    found: list[str] | None = None
+    while found is None:
+        found = counted.call(counted.tree.check_slice)
+        slices += 1
+    assert ([], True) == (found, slices > 3)
+    assert counted.steps_max <= SLICE_BLOCKS + 4 * EDGE_BLOCKS
+
+
 def test_evicting_the_tail_of_a_long_path_block_by_block_costs_its_blocks(counted: Counted) -> None:
     prompt = prompt_of(20_000)
     counted.store(prompt)

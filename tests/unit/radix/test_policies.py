@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.radix.tree import POLICIES, SLICE_BLOCKS, RadixTree
+from kvstore.radix.tree import EVEN_TOKENS, POLICIES, SLICE_BLOCKS, RadixTree
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -377,3 +377,28 @@ def test_what_is_learnt_and_remembered_is_bounded() -> None:
         if key > 20:
             cache.evict(LONG)
     assert cache.tree.policy_bytes < 16 * 2**20
+
+
+# ---- survival, with hits worth what they cost ----
+
+
+@pytest.mark.parametrize(("policy", "ratio"), [("survival", 1), ("survival_flops", 4)])
+def test_a_deep_block_is_worth_as_much_more_as_it_costs(policy: str, ratio: float) -> None:
+    cache = Cache(policy, block_tokens=16)
+    prompt = cache.prompt(1, 3 * EVEN_TOKENS // 16 + 1)
+    cache.serve(prompt, SECOND)
+    values = cache.tree.values(cache.tree.match(ROOT, prompt), 2 * SECOND)
+    assert ratio == pytest.approx(values[-1] / values[0])
+    assert np.all(np.diff(values) >= 0)
+
+
+@pytest.mark.parametrize(("policy", "left"), [("survival", [False, True]), ("survival_flops", [True, False])])
+def test_of_prompts_alike_the_costlier_stays_where_hits_are_worth_their_cost(policy: str, left: list[bool]) -> None:
+    cache = Cache(policy, block_tokens=16)
+    trunks = [cache.prompt(1, 3 * EVEN_TOKENS // 16), cache.prompt(2, 16)]
+    prompts = [np.append(trunk, cache.prompt(9, 16)) for trunk in trunks]
+    for second, prompt in enumerate([*trunks, *prompts]):
+        cache.serve(prompt, second * SECOND)
+    cache.evict(16)
+    assert left == [cache.tree.match(ROOT, prompt).size * 16 == prompt.size for prompt in prompts]
+    assert [] == cache.tree.check_integrity()

@@ -5,6 +5,7 @@ import pytest
 
 from kvstore.clock import SystemClock
 from kvstore.errors import InvalidArgumentError
+from kvstore.radix.tree import EVEN_TOKENS
 from kvstore.replay.capacity import Capacity
 from kvstore.replay.formats import RawRequest
 from kvstore.replay.run import Replay
@@ -36,6 +37,16 @@ def test_only_requests_after_the_warm_up_count():
         row.disk,
         row.disk_blocks,
     )
+
+
+def test_what_lies_deep_counts_for_more_of_the_work_that_was_spared():
+    half = EVEN_TOKENS // 8  # blocks of 4 tokens
+    row = replay(trace_of([1] * (2 * half), [1] * half + [2] * half)).run("lru", Capacity("9999999", 9_999_999))
+
+    tokens = 8 * half + 1
+    cost = tokens + tokens**2 / (2 * EVEN_TOKENS)
+    assert (4 * half + 4 * half / 4) / cost == pytest.approx(row.flop_hit_rate)
+    assert row.infinite_flop_hit_rate == row.flop_hit_rate < row.token_hit_rate
 
 
 def test_rates_by_tier_add_up_and_moves_are_told_in_bytes():
