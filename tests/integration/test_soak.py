@@ -15,6 +15,7 @@ from kvstore.load.plan import LoadPlan, parse_mix
 from kvstore.load.run import ServerSample, run_load, sample_process
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # `make soak` sets ten minutes.
@@ -26,7 +27,9 @@ GROWTH_THREADS_MAX = 8  # pools grow to their size as they are needed
 
 @pytest.mark.slow
 @pytest.mark.kill
-def test_a_server_under_load_does_not_grow(tmp_path: Path):
+def test_a_server_under_load_does_not_grow(
+    tmp_path: Path, keep_result: Callable[[str, list[dict[str, object]]], None]
+) -> None:
     address = f"unix://{tmp_path}/s"
     serve = [sys.executable, "-P", "-m", "kvstore.cli", "serve", "--data-dir", str(tmp_path / "data")]
     # A log of events that is full at once: it has its own bound, and grows to it.
@@ -59,6 +62,7 @@ def test_a_server_under_load_does_not_grow(tmp_path: Path):
     finally:
         process.kill()
         process.communicate()
+    keep_result("soak.json", [report.as_json() | {"policy_bytes": learnt}])
     assert {} == {kind: count for kind, count in report.tally.errors.items() if kind != "UnavailableError"}
     assert 0 == report.lost_processes
     quarter = len(report.samples) // 4
