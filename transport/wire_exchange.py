@@ -70,9 +70,8 @@ class Exchange:
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self.ended = False
         self._socket = connected
-        self._descriptor = (
-            None if isinstance(connected, TlsSocket) else connected.fileno()
-        )  # where bytes go as they are
+        # Where bytes may be sent as they are; None where they are encrypted first.
+        self._descriptor = None if isinstance(connected, TlsSocket) else connected.fileno()
         self._peer = peer
         self._send_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -192,10 +191,10 @@ class Exchange:
 
     def _send_all(self, frame: bytes, ends_at: float) -> None:
         """Send a frame; if that breaks off nothing can follow it, and the connection ends."""
-        sent_bytes = 0
-        if self._descriptor is not None and len(frame) <= _AT_ONCE_BYTES:
-            sent_bytes = send_now(self._descriptor, frame)
+        descriptor, sent_bytes = self._descriptor, 0
         try:
+            if descriptor is not None and len(frame) <= _AT_ONCE_BYTES:
+                sent_bytes = send_now(descriptor, frame)
             while sent_bytes < len(frame):
                 sent_bytes += self._send_some(memoryview(frame)[sent_bytes:], ends_at)
         except TimeoutError as err:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import ClosedError, ConfigError, UnavailableError
+from kvstore.errors import ClosedError, UnavailableError
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.serving import ServedStore
@@ -488,11 +488,6 @@ def test_a_client_that_is_told_not_to_map_has_bytes_travel(client: kvstore.Clien
             assert [] == pieces
             np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(lease))
         assert ("the client was told so (arena=off)", 0) == (plain.arena.off, plain.arena.loaded_bytes)
-
-
-def test_a_choice_about_the_arena_that_is_none_is_refused_by_name():
-    with pytest.raises(ConfigError, match="arena is 'no', expected one of map, off"):
-        kvstore.connect("unix:///run/none", arena="no")
 
 
 def test_a_server_without_an_arena_lends_nothing_and_is_asked_once(store: Store, tmp_path: Path):
