@@ -362,7 +362,7 @@ def test_long_prompts_are_read_and_bytes_moved_outside_the_loop(served: ServedSt
 
     from kvstore.transport import aio, wire_pool
 
-    monkeypatch.setattr(aio, "as_token_array", watched("tokens", aio.as_token_array))
+    monkeypatch.setattr(aio, "as_prompt", watched("tokens", aio.as_prompt))
     monkeypatch.setattr(aio, "open_link", watched("probe", aio.open_link))
     for name in ("load", "write", "_open"):
         monkeypatch.setattr(wire_pool.BulkPool, name, watched(name, getattr(wire_pool.BulkPool, name)))
