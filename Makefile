@@ -90,12 +90,12 @@ bench: dev
 
 # Ten minutes of load: the server's memory, files and threads must stay as they are.
 soak: dev
-	KVSTORE_SOAK_SECONDS=600 $(BIN)/pytest tests/integration/test_soak.py -m slow -o timeout=900
+	KVSTORE_RESULTS=bench/results KVSTORE_SOAK_SECONDS=600 $(BIN)/pytest tests/integration/test_soak.py -m slow -o timeout=900
 
 # Each target of tests/fuzz so often, from a new seed each time; KVSTORE_FUZZ_SEED=... sees a failure again.
 FUZZ_EXECUTIONS ?= 1000000
 fuzz: dev
-	KVSTORE_FUZZ_EXECUTIONS=$(FUZZ_EXECUTIONS) $(BIN)/pytest tests/fuzz -o timeout=21600 $(PYTEST_ARGS)
+	KVSTORE_RESULTS=bench/results KVSTORE_FUZZ_EXECUTIONS=$(FUZZ_EXECUTIONS) $(BIN)/pytest tests/fuzz -o timeout=21600 $(PYTEST_ARGS)
 
 # GPU_PYTHON names another Python that has kvstore, torch with CUDA, CuPy and pytest.
 GPU_PYTHON ?= $(BIN)/python

@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import numpy as np
 from machine import describe
 from socket_floor import HELLO, receive_all
@@ -205,19 +206,38 @@ def measure_lookups(rows: Rows, sidecar: Sidecar, floor: Floor, seconds: float) 
                 ratio = round(statistics.median(lookups) / statistics.median(echoes), 2)
                 rows.keep(op="match", lane="wire", carrier=carrier, what=what, **spread(lookups), echo_ratio=ratio)
                 rows.keep(op="echo", lane="floor", carrier=carrier, what=what, **spread(echoes))
-    measure_grpc_lookups(rows, sidecar, [prompt], seconds)
+    measure_grpc_lookups(rows, sidecar, floor.folder, [prompt], seconds)
 
 
-def measure_grpc_lookups(rows: Rows, sidecar: Sidecar, prompts: list[np.ndarray], seconds: float) -> None:
-    """What passing gRPC's connections on costs them."""
-    with (
-        kvstore.connect(f"grpc+{sidecar.unix}", lookup_seconds=5.0) as passed,
-        kvstore.connect(sidecar.grpc_unix, lookup_seconds=5.0) as alone,
-    ):
-        through, direct = alternate(seconds, lookup_of(passed, prompts), lookup_of(alone, prompts))
-    ratio = round(statistics.median(through) / statistics.median(direct), 2)
-    rows.keep(op="match", lane="grpc, shared address", carrier="unix", **spread(through), alone_ratio=ratio)
-    rows.keep(op="match", lane="grpc alone", carrier="unix", **spread(direct))
+def measure_grpc_lookups(rows: Rows, sidecar: Sidecar, folder: str, prompts: list[np.ndarray], seconds: float) -> None:
+    """What passing gRPC's connections on costs them, beside gRPC itself.
+
+    `grpc_echo` is a bare server of the same kind that gets as many bytes; `grpc, health` the sidecar's, asked by a bare
+    channel for what takes it nothing.
+    """
+    with ExitStack() as stack:
+        started = stack.enter_context(
+            process(sys.executable, str(Path(__file__).with_name("echo_server.py")), f"{folder}/grpc-echo")
+        )
+        assert started.stdout is not None
+        started.stdout.readline()
+        passed = stack.enter_context(kvstore.connect(f"grpc+{sidecar.unix}", lookup_seconds=5.0))
+        alone = stack.enter_context(kvstore.connect(sidecar.grpc_unix, lookup_seconds=5.0))
+        bare = stack.enter_context(grpc.insecure_channel(f"unix:{folder}/grpc-echo")).unary_unary("/echo/Echo")
+        server = stack.enter_context(grpc.insecure_channel(sidecar.grpc_unix.replace("grpc+unix://", "unix:")))
+        health = server.unary_unary("/grpc.health.v1.Health/Check")
+        calls = {
+            "grpc_echo": lambda: bare(bytes(WHOLE_BYTES)),
+            "grpc, shared address": lookup_of(passed, prompts),
+            "grpc alone": lookup_of(alone, prompts),
+            "grpc, health": lambda: health(b""),
+        }
+        times = dict(zip(calls, alternate(2 * seconds, *calls.values()), strict=True))
+    plain = statistics.median(times["grpc_echo"])
+    for lane, taken in times.items():
+        op = "match" if lane in ("grpc, shared address", "grpc alone") else "echo"
+        ratio = round(statistics.median(taken) / plain, 2)
+        rows.keep(op=op, lane=lane, carrier="unix", **spread(taken), grpc_echo_ratio=ratio)
 
 
 LOOKUP_PROGRAM = """

@@ -39,6 +39,7 @@ _SECONDS_MAX = 30 * 86400
 EVICTION_POLICIES = ("survival", "survival_flops", "lru", "lfu", "fifo", "s3fifo", "sieve")
 HUGE_PAGES = ("auto", "never", "required")  # that of kvstore.tiers, likewise
 BULK_CHOICES = ("socket", "nixl")  # those of kvstore.transport, likewise
+ARENA_CHOICES = ("map", "off")  # likewise
 DISK_ADMISSIONS = ("worth", "demotion", "reuse", "write_through")  # those of kvstore.store
 
 
@@ -190,6 +191,12 @@ class LimitsConfig:
 class TransportConfig:
     """How bytes travel."""
 
+    arena: str = _setting(
+        ARENA_CHOICES[0],
+        Kind.TEXT,
+        "Whether clients on this host read blocks where they lie in host memory: map, or off.",
+        choices=ARENA_CHOICES,
+    )
     bulk: str = _setting(
         BULK_CHOICES[0],
         Kind.TEXT,

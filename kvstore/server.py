@@ -77,6 +77,7 @@ def run(config: Config, *, ready: TextIO) -> None:
             observer=calls,
             security=security,
             bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
+            arena=config.transport.arena,
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls)

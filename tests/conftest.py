@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from kvstore.transport.link import Deadlines
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SUPPORT = Path(__file__).resolve().parents[1] / "docs" / "support.json"
+REPOSITORY = Path(__file__).resolve().parents[1]
+SUPPORT = REPOSITORY / "docs" / "support.json"
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +44,17 @@ def record_support() -> Callable[..., None]:
         SUPPORT.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     return record
+
+
+@pytest.fixture(scope="session")
+def keep_result() -> Callable[[str, list[dict[str, object]]], None]:
+    """Writes rows as the benches write theirs, to the folder that KVSTORE_RESULTS names; without it, nothing."""
+    folder = os.environ.get("KVSTORE_RESULTS")
+    if not folder:
+        return lambda _name, _rows: None
+    machine = runpy.run_path(str(REPOSITORY / "bench" / "machine.py"))["describe"]()
+
+    def keep(name: str, rows: list[dict[str, object]]) -> None:
+        (Path(folder) / name).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+    return keep

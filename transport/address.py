@@ -12,7 +12,7 @@ client does not try the fast lane then, and a server does not offer it.
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from kvstore.errors import ConfigError
 if TYPE_CHECKING:
     from kvstore.transport.credentials import Credentials
 
+ARENA_CHOICES = ("map", "off")
 SOCKET_PATH_BYTES_MAX = 107
 _UNIX_SCHEMES = {"unix://": False, "grpc+unix://": True}
 _TCP_SCHEMES = {  # gRPC alone, TLS
@@ -33,10 +34,11 @@ _TCP_SCHEME_OF = {kind: scheme for scheme, kind in _TCP_SCHEMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
-    """A Unix socket."""
+    """A Unix socket. `arena` is one of ARENA_CHOICES: whether a client maps blocks of a server behind it."""
 
     path: str
     grpc_only: bool = False
+    arena: str = field(default=ARENA_CHOICES[0], repr=False, compare=False)
     credentials: Credentials | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -97,6 +99,13 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
             "host:port"
         )
     return TcpAddress(*_host_and_port(text, text))
+
+
+def with_arena(address: UnixAddress | TcpAddress, choice: str) -> UnixAddress | TcpAddress:
+    """The address, to be used with or without reading in place; over TCP there is none. Raises ConfigError."""
+    if choice not in ARENA_CHOICES:
+        raise ConfigError(f"arena is {choice!r}, expected one of {', '.join(ARENA_CHOICES)}")
+    return replace(address, arena=choice) if isinstance(address, UnixAddress) else address
 
 
 def _socket_path(text: str, path: str) -> str:

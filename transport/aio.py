@@ -15,7 +15,7 @@ from kvstore.errors import ClosedError, InvalidArgumentError, KvstoreError, Unau
 from kvstore.tokens import as_prompt
 from kvstore.transport import client as threaded
 from kvstore.transport import convert, plans
-from kvstore.transport.address import parse_address
+from kvstore.transport.address import parse_address, with_arena
 from kvstore.transport.aio_handles import AsyncHeld, AsyncLease, AsyncPrefetch, AsyncStage
 from kvstore.transport.aio_link import LoopThreads, open_async_link
 from kvstore.transport.aio_states import AsyncStateLease, AsyncStateStage
@@ -436,6 +436,7 @@ def connect_async(
     tls_key: str | None = None,
     token_file: str | None = None,
     bulk: str = "socket",
+    arena: str = "map",
 ) -> AsyncClient:
     """An AsyncClient of the server at `address`; as kvstore.connect, and like it connects at the first call only."""
     deadlines = threaded.chosen_deadlines(
@@ -445,7 +446,7 @@ def connect_async(
         long_seconds=long_seconds,
     )
     credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
-    target = with_credentials(parse_address(address), credentials)
+    target = with_credentials(with_arena(parse_address(address), arena), credentials)
     return AsyncClient(AsyncKeeper(target, on_breaker_change, engine_client(bulk)), deadlines)
 
 

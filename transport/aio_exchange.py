@@ -115,7 +115,7 @@ class AsyncExchange(asyncio.BufferedProtocol):
             return
         answer = self._waiting.get(header.call_id)
         if answer is not None and not answer.done():
-            answer.set_result((header, body))
+            answer.set_result((header.kind, header.code, body))
 
     def _fail(self, error: UnavailableError) -> None:
         self.ended = True

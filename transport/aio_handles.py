@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 from kvstore.errors import ClosedError, UnauthenticatedError, UnavailableError
 from kvstore.transport import convert
 from kvstore.transport.link import R, Wait
 from kvstore.transport.plans import ABORT, CANCEL_PREFETCH, COMMIT, LEASE, PREFETCH, RELEASE, STAGE, lease_request
-from kvstore.transport.remote import LoadOf, StageWants
+from kvstore.transport.remote import LoadOf, StageWants, shown_blocks
 from kvstore.types import LoadResult, StateSize
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import AsyncIterator, Collection
+    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     import numpy as np
@@ -58,6 +60,10 @@ class AsyncHeld:
         """Receive rows into the flat `target`."""
         seconds = self._deadlines.moving(target.size)
         return await self._keeper.run_on(self.link, lambda ends_at: self.link.load(request, target, ends_at), seconds)
+
+    def read_in_place(self, request: pb.LoadRequest) -> AbstractAsyncContextManager[list[NDArray[np.uint8]]]:
+        """Rows where they lie."""
+        return self.link.read_in_place(request, time.monotonic() + self._deadlines.bulk_seconds)
 
     async def write(self, start: pb.WriteStart, source: NDArray[np.uint8]) -> int:
         """Send the rows of the flat `source`."""
@@ -118,6 +124,22 @@ class AsyncLease:
             return LoadResult(0, 0, 0)
         request = load.request(self._held.session_id, self._lease_id)
         return load.result(await self._held.load(request, load.target))
+
+    @asynccontextmanager
+    async def read_in_place(
+        self, *, from_block: int = 0, blocks: int | None = None, part: int | None = None
+    ) -> AsyncIterator[list[NDArray[np.uint8]]]:
+        """Show blocks where they lie in the memory of a server on this host; see RemoteLease.read_in_place."""
+        self._check_open()
+        count = shown_blocks(self._layout, self._blocks, from_block, blocks, part)
+        if not count:
+            yield []
+            return
+        request = pb.LoadRequest(
+            session_id=self._held.session_id, lease_id=self._lease_id, from_block=from_block, blocks=count, part=part
+        )
+        async with self._held.read_in_place(request) as pieces:
+            yield pieces
 
     async def release(self) -> None:
         """End the lease; idempotent, and raises nothing if the server cannot be reached."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -40,7 +41,8 @@ from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
 
     import numpy as np
     from google.protobuf.message import Message
@@ -169,6 +171,12 @@ class AsyncLink(Protocol):
         """Send rows. Whatever ends it, `source` is free again when this returns."""
         ...
 
+    def read_in_place(
+        self, request: pb.LoadRequest, ends_at: float
+    ) -> AbstractAsyncContextManager[list[NDArray[np.uint8]]]:
+        """The bytes of leading blocks where they lie, while the block runs; none where that cannot be."""
+        ...
+
     async def ns_id(self, namespace: Namespace, ends_at: float) -> bytes:
         """The id of a namespace."""
         ...
@@ -277,6 +285,13 @@ class WireAsyncLink:
             raise UnavailableError(f"{self._peer} ended a load without all of its bytes")
         return copied + blocks
 
+    @asynccontextmanager
+    async def read_in_place(self, request: pb.LoadRequest, ends_at: float) -> AsyncIterator[list[NDArray[np.uint8]]]:
+        """As WireLink.read_in_place; the server is asked in a thread."""
+        shown = await self._threads.bulk(partial(self._arena.show, request, ends_at), _nothing, ends_at)
+        yield shown.pieces
+        shown.check()
+
     async def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send the flat `source`, in a thread."""
         grip = Grip()
@@ -364,6 +379,12 @@ class ThreadedLink:
         """Receive leased blocks. A load that is cancelled is waited for, at most until its deadline."""
         return await self._threads.bulk(partial(self._connection.load, request, target, ends_at), _nothing, ends_at)
 
+    def read_in_place(
+        self, _request: pb.LoadRequest, _ends_at: float
+    ) -> AbstractAsyncContextManager[list[NDArray[np.uint8]]]:
+        """Nothing is: gRPC passes no descriptors."""
+        return nullcontext([])
+
     async def write(self, start: pb.WriteStart, source: NDArray[np.uint8], ends_at: float) -> int:
         """Send rows. A write that is cancelled is waited for, at most until its deadline."""
         return await self._threads.bulk(partial(self._connection.write, start, source, ends_at), _nothing, ends_at)
@@ -430,4 +451,4 @@ async def _adopt(connected: socket.socket, address: UnixAddress | TcpAddress) ->
 
 
 def _nothing() -> None:
-    """How a call of gRPC is broken off: it is not."""
+    """How a call that ends soon by itself is broken off: it is not."""

@@ -64,6 +64,22 @@ class _Leased:
         return self._pid == os.getpid() and int(self._board[self._word]) == self._lease_id
 
 
+class Shown:
+    """Bytes in place, and the lease that keeps them what they are; none where they cannot be read so."""
+
+    def __init__(self, leased: _Leased | None, pieces: list[Bytes1D]) -> None:
+        self._leased = leased
+        self.pieces = pieces
+
+    def check(self) -> None:
+        """Raises UnavailableError if the lease has ended by now."""
+        if self._leased is not None and not self._leased.stands:
+            raise UnavailableError(
+                "the lease has ended, or this process forked, while its blocks were read in place; what was read is "
+                "undefined"
+            )
+
+
 class Arena:
     """The arena of one session. Thread-safe.
 
@@ -77,7 +93,7 @@ class Arena:
         self._session_id = session_id
         self._io = threading.Lock()
         self._lock = threading.Lock()
-        self._off = "" if isinstance(address, UnixAddress) else "the connection is no Unix socket"
+        self._off = _off_from_the_start(address)
         self._line: _Line | None = None
         self._leases: dict[int, _Leased] = {}
         self._mappings: dict[int, Mapping] = {}
@@ -110,19 +126,19 @@ class Arena:
     @contextmanager
     def read_in_place(self, request: pb.LoadRequest, ends_at: float) -> Iterator[list[Bytes1D]]:
         """The bytes of leading blocks in place, none where they cannot be; see RemoteLease.read_in_place."""
+        shown = self.show(request, ends_at)
+        yield shown.pieces
+        shown.check()
+
+    def show(self, request: pb.LoadRequest, ends_at: float) -> Shown:
+        """Find the bytes of leading blocks; may wait for the server until `ends_at`."""
         part = request.part if request.HasField("part") else None
         leased = self._leased(request.lease_id, request.from_block + request.blocks, part, ends_at)
         parts = None if leased is None else leased.reader.parts(part)
         if leased is None or parts is None or not leased.stands:
-            yield []
-            return
+            return Shown(None, [])
         count = max(0, min(request.blocks, leased.reader.blocks - request.from_block))
-        yield leased.reader.pieces(request.from_block, count, parts)
-        if not leased.stands:
-            raise UnavailableError(
-                "the lease has ended, or this process forked, while its blocks were read in place; what was read is "
-                "undefined"
-            )
+        return Shown(leased, leased.reader.pieces(request.from_block, count, parts))
 
     def end_lease(self, lease_id: int) -> None:
         """A lease is about to end: its places are of no use any more."""
@@ -464,6 +480,13 @@ class _Line:
             self._socket.close()
             self._bell = None
         return True
+
+
+def _off_from_the_start(address: UnixAddress | TcpAddress) -> str:
+    """Why nothing can be read in place at this address; empty if it may."""
+    if not isinstance(address, UnixAddress):
+        return "the connection is no Unix socket"
+    return "" if address.arena == "map" else "the client was told so (arena=off)"
 
 
 def _copied(leased: _Leased, request: pb.LoadRequest, part: int | None, target: Bytes1D) -> int:

@@ -10,7 +10,7 @@ from kvstore.api import SCRUB_BYTES
 from kvstore.state_blobs import BlobLease, BlobStage
 from kvstore.tokens import as_prompt
 from kvstore.transport import convert, plans
-from kvstore.transport.address import parse_address
+from kvstore.transport.address import parse_address, with_arena
 from kvstore.transport.bulk_choice import engine_client
 from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import LinkKeeper
@@ -285,6 +285,7 @@ def connect(
     tls_key: str | None = None,
     token_file: str | None = None,
     bulk: str = "socket",
+    arena: str = "map",
 ) -> Client:
     """A client of the server at `address`: unix:///path, tls://host:port, host:port, or with gRPC alone
     grpc+unix:///path, grpc+tls://host:port, grpc://host:port.
@@ -295,6 +296,8 @@ def connect(
 
     `bulk="nixl"` moves the bytes of loads and stores by remote memory access where the server offers it, and over
     sockets where it does not (extra `nixl`; kvstore/transport/README.md says what that asks of the network).
+
+    `arena="off"` lets blocks travel also where they could be read in the memory of a server on this host.
 
     Connects at the first call only, which raises UnavailableError if the server cannot be reached. The seconds bound
     calls of each kind, see kvstore.transport.link.Deadlines; None leaves the default: 0.1 for lookups, 5 for stats and
@@ -309,7 +312,7 @@ def connect(
         long_seconds=long_seconds,
     )
     credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
-    target = with_credentials(parse_address(address), credentials)
+    target = with_credentials(with_arena(parse_address(address), arena), credentials)
     return Client(LinkKeeper(target, on_breaker_change, engine_client(bulk)), deadlines)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Lookup = _frames.Lookup
 read_lookup = _frames.read_lookup
+read_response = _frames.read_response
 send_now = _frames.send_now
 
 

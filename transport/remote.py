@@ -82,6 +82,15 @@ class Held:
             self.link.close()
 
 
+def shown_blocks(layout: KvLayout, leased_blocks: int, from_block: int, blocks: int | None, part: int | None) -> int:
+    """How many blocks a lease may show in place of those asked for. Raises InvalidArgumentError."""
+    _row_bytes(layout, part)
+    if from_block < 0:
+        raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
+    count = max(0, leased_blocks - from_block)
+    return count if blocks is None else min(count, max(0, blocks))
+
+
 class RemoteLease:
     """A kvstore.api.Lease of a session. Raises UnavailableError once that session has ended."""
 
@@ -127,12 +136,7 @@ class RemoteLease:
         was read may be something else. A piece that is kept longer keeps memory from going elsewhere.
         """
         self._open.check()
-        _row_bytes(self._layout, part)
-        if from_block < 0:
-            raise InvalidArgumentError(f"from_block is {from_block}, expected at least 0")
-        count = max(0, self._blocks - from_block)
-        if blocks is not None:
-            count = min(count, max(0, blocks))
+        count = shown_blocks(self._layout, self._blocks, from_block, blocks, part)
         if not count:
             yield []
             return

@@ -12,7 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore.transport.address import parse_address
+from kvstore.transport.address import ARENA_CHOICES, parse_address
 from kvstore.transport.admin import AdminService
 from kvstore.transport.admission import Admission
 from kvstore.transport.calls import CallRoot
@@ -72,6 +72,7 @@ class TransportServer:
         observer: CallObserver | None,
         security: Security | None = None,
         bulk_engine: BulkEngineHost | None = None,
+        arena: str = ARENA_CHOICES[0],
     ) -> None:
         self._listen = [parse_address(text) for text in listen]
         self._limits = limits
@@ -79,6 +80,7 @@ class TransportServer:
         access, clock = self._security.access, self._security.clock
         self._state = ServiceState(store, secrets, limits, access, clock)
         self._state.bulk_engine = bulk_engine
+        self._state.lends_memory = arena == "map"
         self._admission = Admission(access, self._state.tenants)
         self._root = CallRoot(observer, self._admission)
         self._reloader = Reloader(self._security.reloadables(), clock)

@@ -135,9 +135,10 @@ class CacheService:
         """Look a prompt up."""
         session = self._state.sessions.get(request.session_id)
         namespace = session.namespace(request.prompt.ns_id)
-        root, ns_id, packed = convert.root_from_proto(request.prompt.root), request.prompt.ns_id, request.prompt.tokens
-        look_up = partial(self._matched, namespace, root, packed, request)
-        if self.is_quick(session, ns_id, len(packed)):
+        root, ns_id = convert.root_from_proto(request.prompt.root), request.prompt.ns_id
+        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        look_up = partial(self._matched, namespace, root, tokens, request)
+        if self.is_quick(session, ns_id, tokens.nbytes):
             match = look_up()
         else:
             match = await self._state.short.run(look_up)
@@ -161,13 +162,15 @@ class CacheService:
         """
         return prompt_bytes <= QUICK_BYTES_MAX and ns_id in session.warm_namespaces
 
-    def match_at_once(self, session: Session, lookup: Lookup, packed: bytes) -> PrefixMatch:
+    def match_at_once(self, session: Session, lookup: Lookup, tokens: TokenArray) -> PrefixMatch:
         """Look the prompt of these tokens up in the event loop itself; see `is_quick`."""
         root = convert.root_from_bytes(lookup.root) if lookup.root else PLAIN_ROOT
-        return self._matched(session.namespace(lookup.ns_id), root, packed, lookup)
+        return self._matched(session.namespace(lookup.ns_id), root, tokens, lookup)
 
-    def _matched(self, namespace: Namespace, root: Root, packed: bytes, asked: pb.MatchRequest | Lookup) -> PrefixMatch:
-        tokens = self._tokens(packed)
+    def _matched(
+        self, namespace: Namespace, root: Root, tokens: TokenArray, asked: pb.MatchRequest | Lookup
+    ) -> PrefixMatch:
+        self._require_length(tokens)
         is_peek = asked.peek
         match = self._store.match(namespace, tokens, root=root, touch=not is_peek, request_id=asked.request_id or None)
         if not is_peek:
@@ -389,12 +392,15 @@ class CacheService:
 
     def _tokens(self, packed: bytes) -> TokenArray:
         tokens = convert.tokens_from_proto(packed)
+        self._require_length(tokens)
+        return tokens
+
+    def _require_length(self, tokens: TokenArray) -> None:
         if len(tokens) > self._limits.prompt_tokens:
             raise InvalidTokensError(
                 f"the prompt has {len(tokens)} tokens, expected at most {self._limits.prompt_tokens} "
                 "(limits.prompt_tokens); ask about its beginning"
             )
-        return tokens
 
     def _namespace(
         self, request: pb.MatchRequest | pb.HintRequest | pb.PrefetchRequest | pb.LeaseRequest | pb.StageRequest

@@ -49,6 +49,7 @@ class ServiceState:
         self.events = Workers("event", threads=limits.event_readers, calls=limits.event_readers)
         # Set before the server starts, if it has one.
         self.bulk_engine: BulkEngineHost | None = None
+        self.lends_memory = True  # to clients on this host; likewise
         self.stopping = asyncio.Event()
         self.unended_handles = 0
         # Takes every call, without a place: what is held must be given back, however busy the rest is.

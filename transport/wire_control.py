@@ -33,7 +33,7 @@ from kvstore.transport.roles import OPEN_CALLS, role_for
 from kvstore.transport.service import DISMISSED
 from kvstore.transport.status import UnknownSessionError, status_of
 from kvstore.transport.tenants import under_way
-from kvstore.transport.wire_prompts import TOKEN_BYTES, PromptMemory
+from kvstore.transport.wire_prompts import TOKEN_BYTES, KnownPrompt, PromptMemory
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -118,7 +118,8 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     def _take(self) -> None:
         try:
-            self._take_frames()
+            if not self._took_lone_lookup():
+                self._take_frames()
         except KvstoreError as error:
             self._lane.refuse("malformed")
             self._send(wire.encode_error(error, 0))
@@ -137,6 +138,17 @@ class ControlConnection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """End the connection at once."""
         self._open_transport().abort()
+
+    def _took_lone_lookup(self) -> bool:
+        """Whether all that was received was one lookup, now answered: so it is where a client waits for each answer."""
+        if self._begin or len(self._buffer) > _BUFFER_BYTES or self._open_transport().is_closing():
+            return False
+        lookup = read_lookup(self._buffer, 0, self._end, self._body_bytes_max)
+        if lookup is None or lookup.frame_bytes != self._end or not self._answer_lookup(lookup):
+            return False
+        self._end = 0
+        self.frame_began = None
+        return True
 
     def _take_frames(self) -> None:
         taken = 0
@@ -254,11 +266,12 @@ class ControlConnection(asyncio.BufferedProtocol):
             if method not in wire.PROMPT_METHODS:
                 raise wire.WireFormatError(f"{method.name} came with a delta, which it cannot have")
             request = _parse(method, body[wire.DELTA_BYTES :])
-            tokens = self._prompts.complete(wire.decode_delta(body), request.prompt.tokens)
-            if tokens is None:
+            known = self._prompts.complete(wire.decode_delta(body), request.prompt.tokens)
+            if known is None:
                 self._lane.resent_prompts += 1
                 self._send(wire.encode_frame(wire.Kind.RESEND, b"", call_id=header.call_id))
                 return
+            tokens = known.packed
         else:
             request = _parse(method, body)
         self._check_session(request)
@@ -293,17 +306,14 @@ class ControlConnection(asyncio.BufferedProtocol):
         session = self._session
         if session is None or not self._may_answer(lookup, session):
             return False
-        packed = lookup.tokens
-        if lookup.is_grown:
-            whole = self._prompts.complete(lookup.delta, packed)
-            if whole is None:
-                return False
-            packed = whole
+        prompt = self._prompts.complete(lookup.delta, lookup.tokens) if lookup.is_grown else KnownPrompt(lookup.tokens)
+        if prompt is None:
+            return False
         start = time.monotonic()
         status = _OK
         try:
             with self._counted():
-                match = self._lane.cache.match_at_once(session, lookup, packed)
+                match = self._lane.cache.match_at_once(session, lookup, prompt.tokens)
             frame = wire.encode_frame(wire.Kind.RESPONSE, encode_matched(match), call_id=lookup.call_id)
         except KvstoreError as error:
             status = status_of(error)[0].name

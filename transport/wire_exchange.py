@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import UnavailableError
 from kvstore.transport import wire
+from kvstore.transport.lookup_frames import read_response, send_now
+from kvstore.transport.tls_socket import TlsSocket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +24,10 @@ _CALL_ID_MAX = 2**32 - 1
 _TIMEVAL = struct.Struct("@ll")
 # One system call waits no longer than this, so that a call with less time left than that ends in time too.
 _STEP_SECONDS = 0.05
+# Of a request: sent with the interpreter lock kept, which beside a busy thread takes milliseconds to come back.
+_AT_ONCE_BYTES = 64 * 1024
 
-Answer = tuple[wire.Header, bytes]
+Answer = tuple[wire.Kind, int, bytes]  # kind, code and body of a frame
 
 
 class _Waiter:
@@ -33,9 +37,10 @@ class _Waiter:
     thread is to look again. One that reads by itself needs none.
     """
 
-    __slots__ = ("answer", "leads", "signal")
+    __slots__ = ("answer", "call_id", "leads", "signal")
 
     def __init__(self) -> None:
+        self.call_id = 0
         self.answer: Answer | None = None
         self.leads = False
         self.signal: threading.Lock | None = None
@@ -65,6 +70,8 @@ class Exchange:
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self.ended = False
         self._socket = connected
+        # Where bytes may be sent as they are; None where they are encrypted first.
+        self._descriptor = None if isinstance(connected, TlsSocket) else connected.fileno()
         self._peer = peer
         self._send_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -148,6 +155,7 @@ class Exchange:
             while self._last_id in self._waiting:
                 self._last_id = self._last_id % _CALL_ID_MAX + 1
             self._waiting[self._last_id] = waiter
+            waiter.call_id = self._last_id
             return self._last_id
 
     def _leave(self, call_id: int, waiter: _Waiter) -> None:
@@ -183,8 +191,10 @@ class Exchange:
 
     def _send_all(self, frame: bytes, ends_at: float) -> None:
         """Send a frame; if that breaks off nothing can follow it, and the connection ends."""
+        descriptor, sent_bytes = self._descriptor, 0
         try:
-            sent_bytes = self._send_some(frame, ends_at)
+            if descriptor is not None and len(frame) <= _AT_ONCE_BYTES:
+                sent_bytes = send_now(descriptor, frame)
             while sent_bytes < len(frame):
                 sent_bytes += self._send_some(memoryview(frame)[sent_bytes:], ends_at)
         except TimeoutError as err:
@@ -235,8 +245,8 @@ class Exchange:
                 if left_seconds <= 0:
                     raise self._late()
                 if left_seconds >= _STEP_SECONDS:
-                    self._read_some(0)
-                elif not self._read_some(socket.MSG_DONTWAIT):
+                    self._read_some(waiter, 0)
+                elif not self._read_some(waiter, socket.MSG_DONTWAIT):
                     self._ready(select.POLLIN, left_seconds)
         except wire.WireFormatError as err:
             self.end()
@@ -248,7 +258,7 @@ class Exchange:
             self.end()  # how much was read is not known
             raise
 
-    def _read_some(self, flags: int) -> bool:
+    def _read_some(self, waiter: _Waiter, flags: int) -> bool:
         """Read once and hand out what is whole; false if nothing comes before the time of the system call is over."""
         try:
             received_bytes = self._socket.recv_into(self._view[self._end :], 0, flags)
@@ -257,6 +267,10 @@ class Exchange:
         if not received_bytes:
             raise ConnectionError("connection closed")
         self._end += received_bytes
+        body = read_response(self._buffer, self._begin, self._end, waiter.call_id)
+        if body is not None:
+            waiter.answer = (wire.Kind.RESPONSE, 0, body)  # nobody else sets it, or has to know
+            self._end = self._begin
         while self._end - self._begin >= wire.HEADER_BYTES:
             header = wire.decode_header(self._buffer, self._begin, _BODY_BYTES_MAX)
             body_begin = self._begin + wire.HEADER_BYTES
@@ -290,7 +304,7 @@ class Exchange:
         with self._lock:
             waiter = self._waiting.get(header.call_id)
             if waiter is not None:
-                waiter.answer = (header, body)
+                waiter.answer = (header.kind, header.code, body)
                 waiter.wake()
 
     def _late(self) -> UnavailableError:

@@ -174,7 +174,8 @@ class WireLane:
             return verdict
         if self.stopping:
             return wire.Verdict.STOPPING
-        if hello.lane == wire.Lane.ARENA and origin.carrier is not Carrier.UNIX:
+        lends = self.state.lends_memory and origin.carrier is Carrier.UNIX
+        if hello.lane == wire.Lane.ARENA and not lends:
             return wire.Verdict.NO_ARENA
         if hello.lane != wire.Lane.CONTROL:
             session = self.state.sessions.find(hello.session_id)

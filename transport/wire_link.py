@@ -278,7 +278,7 @@ class GrownRequest:
 
     def is_wanted_again(self, answer: Answer) -> bool:
         """Whether the server asks for the whole."""
-        return answer[0].kind is wire.Kind.RESEND and self._growth is not None
+        return answer[0] is wire.Kind.RESEND and self._growth is not None
 
     def again(self, call_id: int) -> bytes:
         """The frame that has all of it."""
@@ -324,12 +324,12 @@ def new_prompt_heads() -> Callable[[bytes, Root | None], bytes]:
 
 def body_of(method: wire.Method, answer: Answer, peer: str) -> bytes:
     """The message of an answer; raises the error that it is instead."""
-    header, body = answer
-    if header.kind is wire.Kind.RESPONSE:
+    kind, code, body = answer
+    if kind is wire.Kind.RESPONSE:
         return body
-    if header.kind is not wire.Kind.ERROR:
-        raise UnavailableError(f"{peer} answered {method.name} with a frame of kind {header.kind.name}")
-    raise wire.decode_error(header.code, body, peer)
+    if kind is not wire.Kind.ERROR:
+        raise UnavailableError(f"{peer} answered {method.name} with a frame of kind {kind.name}")
+    raise wire.decode_error(code, body, peer)
 
 
 def parsed(response_type: type[P], body: bytes, peer: str) -> P:

@@ -9,14 +9,18 @@ always allowed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from kvstore.errors import InvalidTokensError
 from kvstore.tokens import PROMPT_TOKENS_MAX
+from kvstore.transport.convert import tokens_from_proto
 from kvstore.transport.wire import Delta
+
+if TYPE_CHECKING:
+    from kvstore.types import TokenArray
 
 PROMPTS_MAX = 16
 TOKEN_BYTES = 4
@@ -29,14 +33,22 @@ def prompt_digest(packed: bytes, prefix_bytes: int) -> int:
     return xxhash.xxh3_64_intdigest(memoryview(packed)[:prefix_bytes])
 
 
-class _Prompt:
-    """A remembered prompt; the digest of all of it is made when it is first asked for."""
+class KnownPrompt:
+    """A remembered prompt; the digest of all of it, and its ids as an array, are made when they are first asked for."""
 
-    __slots__ = ("_digest", "packed")
+    __slots__ = ("_digest", "_tokens", "packed")
 
     def __init__(self, packed: bytes) -> None:
         self.packed = packed
         self._digest: int | None = None
+        self._tokens: TokenArray | None = None
+
+    @property
+    def tokens(self) -> TokenArray:
+        """Its token ids. Raises InvalidTokensError if the bytes are no whole ids."""
+        if self._tokens is None:
+            self._tokens = tokens_from_proto(self.packed)
+        return self._tokens
 
     def digest(self, prefix_bytes: int) -> int:
         """The digest of its leading bytes."""
@@ -75,10 +87,10 @@ class PromptMemory:
     def __init__(self, limit_bytes: int, budget: PromptBudget) -> None:
         self._limit_bytes = limit_bytes
         self._budget = budget
-        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[int, KnownPrompt] = OrderedDict()
         self._used_bytes = 0
 
-    def complete(self, delta: tuple[int, int, int, int], tail: bytes) -> bytes | None:
+    def complete(self, delta: tuple[int, int, int, int], tail: bytes) -> KnownPrompt | None:
         """The whole prompt of a Delta, which is remembered from now on; None if its beginning is not known here.
 
         Raises InvalidTokensError for a prompt longer than any may be.
@@ -89,8 +101,7 @@ class PromptMemory:
             tokens = prefix_tokens + len(tail) // TOKEN_BYTES
             raise InvalidTokensError(f"the prompt has {tokens} tokens, expected at most {PROMPT_TOKENS_MAX}")
         if not prefix_bytes:
-            self._remember(prompt_id, tail)
-            return tail
+            return self._remember(prompt_id, KnownPrompt(tail))
         base = self._prompts.get(base_id)
         if base is None or len(base.packed) < prefix_bytes or base.digest(prefix_bytes) != digest:
             return None
@@ -98,32 +109,34 @@ class PromptMemory:
         if not tail:
             # A prefix of what is known, such as the part that a lease is for: the longer one stays.
             self._prompts.move_to_end(base_id)
-            return known if len(known) == prefix_bytes else known[:prefix_bytes]
+            return base if len(known) == prefix_bytes else KnownPrompt(known[:prefix_bytes])
         whole = known + tail if len(known) == prefix_bytes else known[:prefix_bytes] + tail
-        self._remember(prompt_id, whole)
-        return whole
+        return self._remember(prompt_id, KnownPrompt(whole))
 
     def clear(self) -> None:
         """Forget everything."""
         while self._prompts:
             self._forget_oldest()
 
-    def _remember(self, prompt_id: int, whole: bytes) -> None:
+    def _remember(self, prompt_id: int, prompt: KnownPrompt) -> KnownPrompt:
+        """Keep a prompt as far as the limits allow it; returns it."""
+        size_bytes = len(prompt.packed)
         old = self._prompts.pop(prompt_id, None)
         if old is not None:
             self._give_back(len(old.packed))
-        if len(whole) > self._limit_bytes:
-            return
+        if size_bytes > self._limit_bytes:
+            return prompt
         while self._prompts and (
-            len(self._prompts) >= PROMPTS_MAX or self._used_bytes + len(whole) > self._limit_bytes
+            len(self._prompts) >= PROMPTS_MAX or self._used_bytes + size_bytes > self._limit_bytes
         ):
             self._forget_oldest()
-        while not self._budget.claim(len(whole)):
+        while not self._budget.claim(size_bytes):
             if not self._prompts:
-                return
+                return prompt
             self._forget_oldest()
-        self._used_bytes += len(whole)
-        self._prompts[prompt_id] = _Prompt(whole)
+        self._used_bytes += size_bytes
+        self._prompts[prompt_id] = prompt
+        return prompt
 
     def _forget_oldest(self) -> None:
         self._give_back(len(self._prompts.popitem(last=False)[1].packed))
@@ -148,7 +161,7 @@ class SentPrompts:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[int, KnownPrompt] = OrderedDict()
         self._used_bytes = 0
         self._last_id = 0
 
@@ -204,7 +217,7 @@ class SentPrompts:
         ):
             self._used_bytes -= len(self._prompts.popitem(last=False)[1].packed)
         self._used_bytes += len(whole)
-        self._prompts[prompt_id] = _Prompt(whole)
+        self._prompts[prompt_id] = KnownPrompt(whole)
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:

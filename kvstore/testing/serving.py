@@ -38,6 +38,7 @@ class ServedStore:
         observer: CallObserver | None = None,
         security: Security | None = None,
         bulk_engine: BulkEngineHost | None = None,
+        arena: str = "map",
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served-store")
@@ -50,6 +51,7 @@ class ServedStore:
             observer=observer,
             security=security or local_security(Role.ADMIN),
             bulk_engine=bulk_engine,
+            arena=arena,
         )
         try:
             self.addresses = asyncio.run_coroutine_threadsafe(self.server.start(), self._loop).result()

@@ -1,25 +1,27 @@
 """The engine of the fuzz targets: bytes that were right once, made wrong in a way that a seed repeats.
 
 `make test` runs each target some thousand times from one fixed seed. KVSTORE_FUZZ_EXECUTIONS sets another number, and
-then the seed is a new one each time; KVSTORE_FUZZ_SEED sets it, to see a failure again. What was run is printed at the
-end.
+then the seed is a new one each time; KVSTORE_FUZZ_SEED sets it, to see a failure again. KVSTORE_FUZZ_SECONDS ends a
+target earlier. What was run is printed at the end, and kept where KVSTORE_RESULTS says.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
 
 EXECUTIONS = os.environ.get("KVSTORE_FUZZ_EXECUTIONS")
+SECONDS = float(os.environ.get("KVSTORE_FUZZ_SECONDS", "inf"))
 SEED = os.environ.get("KVSTORE_FUZZ_SEED") or (os.urandom(8).hex() if EXECUTIONS else "1")
 # Where limits, signs and lengths are gone wrong about.
 NUMBERS = (0, 1, 2, 3, 7, 8, 15, 16, 17, 127, 128, 255, 256, 4095, 4096, 65535, 65536)
@@ -27,7 +29,7 @@ EDGES = tuple(2**bits + near for bits in (31, 32, 40, 47, 48, 62, 63, 64) for ne
 SPAN_BYTES_MAX = 64
 RANDOM_BYTES_MAX = 300
 MUTATIONS_MAX = 4
-RUN: pytest.StashKey[list[str]] = pytest.StashKey()
+RUN: pytest.StashKey[list[dict[str, object]]] = pytest.StashKey()
 
 
 class Mutator:
@@ -111,45 +113,74 @@ _CHANGES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fuzz:
-    """Runs one target; `executions` is how often."""
+    """Runs one target, and counts what it ran."""
 
     name: str
     seed: str
-    reports: list[str]
     set_executions: int | None
-
-    def executions(self, usual: int) -> int:
-        """How often the target runs: as the environment says, else `usual`. It is reported."""
-        count = self.set_executions if self.set_executions is not None else usual
-        self.reports.append(f"{self.name}: {count:,} executions, seed {self.seed}")
-        return count
+    executions: int = 0
+    crashes: int = 0
+    seconds: float = 0.0
 
     def mutator(self, number: int) -> Mutator:
         """What makes the input of an execution."""
         return Mutator(f"{self.seed}/{number}")
 
+    def batches(self, usual: int, size: int) -> Iterator[tuple[int, int]]:
+        """The number of each batch of executions and its size, until all have run or the time is over."""
+        wanted = usual if self.set_executions is None else self.set_executions
+        began = time.monotonic()
+        for number in range(-(-wanted // size)):
+            if self.seconds >= SECONDS:
+                return
+            count = min(size, wanted - number * size)
+            yield number, count
+            self.executions += count
+            self.seconds = time.monotonic() - began
+
+    def tell(self, error: BaseException, where: str) -> None:
+        """Whatever is raised is a bug: it is counted, and told with what repeats it."""
+        self.crashes += isinstance(error, Exception)
+        error.add_note(f"KVSTORE_FUZZ_SEED={self.seed}, {where}")
+
     def run(self, usual: int, make: Callable[[Mutator], T], target: Callable[[T], object]) -> None:
-        """Give `target` what `make` makes; whatever it raises is a bug, and is told with what repeats it."""
-        for number in range(self.executions(usual)):
+        """Give `target` what `make` makes."""
+        for number, _ in self.batches(usual, 1):
             made = make(self.mutator(number))
             try:
                 target(made)
             except BaseException as error:
-                error.add_note(f"KVSTORE_FUZZ_SEED={self.seed}, execution {number}: {made!r}")
+                self.tell(error, f"execution {number}: {made!r}")
                 raise
+
+    def row(self) -> dict[str, object]:
+        """What is said of the target at the end."""
+        return {
+            "target": self.name,
+            "executions": self.executions,
+            "crashes": self.crashes,
+            "seconds": round(self.seconds, 1),
+            "seed": self.seed,
+        }
 
 
 @pytest.fixture
-def fuzz(request: pytest.FixtureRequest) -> Fuzz:
-    reports = request.config.stash.setdefault(RUN, [])
-    return Fuzz(request.node.name, SEED, reports, int(EXECUTIONS) if EXECUTIONS else None)
+def fuzz(request: pytest.FixtureRequest, keep_result: Callable[[str, list[dict[str, object]]], None]) -> Iterator[Fuzz]:
+    """The target of this test."""
+    target = Fuzz(request.node.name, SEED, int(EXECUTIONS) if EXECUTIONS else None)
+    yield target
+    rows = request.config.stash.setdefault(RUN, [])
+    rows.append(target.row())
+    keep_result("fuzz.json", rows)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = terminalreporter.config.stash.get(RUN, [])
-    if reports:
+    rows = terminalreporter.config.stash.get(RUN, [])
+    if rows:
         terminalreporter.section("fuzz")
-        for line in reports:
-            terminalreporter.write_line(line)
+        for row in rows:
+            terminalreporter.write_line(
+                "{target}: {executions:,} executions, {crashes} crashes, seed {seed}".format(**row)
+            )

@@ -249,23 +249,22 @@ def test_only_errors_of_kvstore_come_out_and_nothing_is_left(
     fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_WATCH_SECONDS", WAIT_NANOS / 1e9)
-    left = count = fuzz.executions(CALLS)
     outcomes: Counter[str] = Counter()
-    number = 0
-    while left > 0:
-        path = tmp_path / str(number)
+    batches = fuzz.batches(CALLS, CALLS_PER_SESSION)
+    for first in batches:
+        path = tmp_path / str(first[0])
         with kvstore.open(path, host_bytes=4 * MIB, disk_bytes=16 * MIB) as store:
-            for _ in range(SESSIONS_PER_STORE):
+            for number, count in itertools.chain((first,), itertools.islice(batches, SESSIONS_PER_STORE - 1)):
                 store_prompt(store, NAMESPACE, PROMPT)
-                asyncio.run(attacked(store, fuzz.mutator(number), min(CALLS_PER_SESSION, left), outcomes))
-                assert_nothing_is_left(store, f"KVSTORE_FUZZ_SEED={fuzz.seed}, session {number}")
-                left -= CALLS_PER_SESSION
-                number += 1
-                if left <= 0:
-                    break
+                try:
+                    asyncio.run(attacked(store, fuzz.mutator(number), count, outcomes))
+                    assert_nothing_is_left(store)
+                except BaseException as error:
+                    fuzz.tell(error, f"session {number}")
+                    raise
         shutil.rmtree(path)
     never = [method.name for method in METHODS if not outcomes[f"{method.name} OK"]]
-    assert count < CALLS or [] == never, outcomes
+    assert fuzz.executions < CALLS or [] == never, outcomes
 
 
 async def attacked(store: kvstore.KvStore, mutator: Mutator, count: int, outcomes: Counter[str]) -> None:
@@ -283,7 +282,7 @@ async def attacked(store: kvstore.KvStore, mutator: Mutator, count: int, outcome
     assert (0, 0, 0) == (len(state.sessions), state.unended_handles, len(asyncio.all_tasks()) - 1)
 
 
-def assert_nothing_is_left(store: kvstore.KvStore, where: str) -> None:
+def assert_nothing_is_left(store: kvstore.KvStore) -> None:
     stats = store.stats()
-    assert (0, 0, 0) == (stats.leases, stats.stages, stats.pins), where
-    assert () == store.verify().problems, where
+    assert (0, 0, 0) == (stats.leases, stats.stages, stats.pins)
+    assert () == store.verify().problems

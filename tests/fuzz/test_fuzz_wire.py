@@ -120,11 +120,12 @@ def test_no_delta_makes_a_prompt_that_was_not_sent(fuzz: Fuzz) -> None:
         for delta, tail in deltas:
             prefix_bytes = 4 * delta.prefix_tokens
             try:
-                whole = memory.complete(delta, tail)
+                known = memory.complete(delta, tail)
             except InvalidTokensError:
                 assert delta.prefix_tokens + len(tail) // 4 >= PROMPT_TOKENS_MAX
                 continue
-            if whole is not None:
+            if known is not None:
+                whole = known.packed
                 assert tail == whole[prefix_bytes:]
                 assert not prefix_bytes or prompt_digest(whole, prefix_bytes) == delta.digest
             assert budget.used_bytes == memory._used_bytes == sum(len(one.packed) for one in memory._prompts.values())

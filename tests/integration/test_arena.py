@@ -479,3 +479,57 @@ def _use_in_child(client: kvstore.Client) -> int:
     with leased(client) as lease:
         right = np.array_equal(expected_rows(OURS, PROMPT), load(lease))
     return 0 if right and not client.arena.fallbacks and mapped_for("self", "r--s") == 1 else 2
+
+
+def test_a_client_that_is_told_not_to_map_has_bytes_travel(client: kvstore.Client, served: ServedStore):
+    store_prompt(client, OURS, PROMPT)
+    with kvstore.connect(served.addresses[0], arena="off") as plain:
+        with leased(plain) as lease, lease.read_in_place() as pieces:
+            assert [] == pieces
+            np.testing.assert_array_equal(expected_rows(OURS, PROMPT), load(lease))
+        assert ("the client was told so (arena=off)", 0) == (plain.arena.off, plain.arena.loaded_bytes)
+
+
+def test_a_server_without_an_arena_lends_nothing_and_is_asked_once(store: Store, tmp_path: Path):
+    with (
+        ServedStore(store, [f"unix://{tmp_path}/lends-nothing"], arena="off") as served,
+        kvstore.connect(served.addresses[0]) as client,
+    ):
+        store_prompt(client, OURS, PROMPT)
+        assert BLOCKS == verified_blocks(client, OURS, PROMPT)
+        assert (0, 0) == (client.arena.extents, client.arena.loaded_bytes)
+        assert "gives its memory to nobody" in client.arena.off
+
+
+def test_an_event_loop_reads_in_place_what_a_thread_would(client: kvstore.Client, served: ServedStore):
+    store_prompt(client, OURS, PROMPT)
+
+    async def read() -> None:
+        async with kvstore.connect_async(served.addresses[0], lookup_seconds=10.0) as ours:
+            lease = await ours.lease(await ours.match(OURS, PROMPT))
+            async with lease.read_in_place(from_block=2) as pieces:
+                shown = np.concatenate(pieces)
+                assert not any(piece.flags.writeable for piece in pieces)
+                del pieces
+            async with lease.read_in_place(from_block=BLOCKS) as pieces:
+                assert [] == pieces
+        np.testing.assert_array_equal(expected_rows(OURS, PROMPT)[2:].reshape(-1), shown)
+
+    asyncio.run(read())
+
+
+def test_an_event_loop_is_told_of_a_lease_that_ended_during_a_read_in_place(
+    client: kvstore.Client, served: ServedStore
+):
+    store_prompt(client, OURS, PROMPT)
+
+    async def read() -> None:
+        async with kvstore.connect_async(served.addresses[0], lookup_seconds=10.0) as ours:
+            lease = await ours.lease(await ours.match(OURS, PROMPT))
+            reading = lease.read_in_place()
+            assert await reading.__aenter__()
+            await lease.release()
+            with pytest.raises(UnavailableError, match="ended"):
+                await reading.__aexit__(None, None, None)
+
+    asyncio.run(read())

@@ -15,10 +15,12 @@ from kvstore.load.plan import LoadPlan, parse_mix
 from kvstore.load.run import ServerSample, run_load, sample_process
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # `make soak` sets ten minutes.
 SECONDS = float(os.environ.get("KVSTORE_SOAK_SECONDS", "20"))
+RESULT_STEP = 10  # of the samples, one a second
 GROWTH_BYTES_MAX = 4 * 2**20  # beside the log of events and what the policy keeps, which have bounds of their own
 GROWTH_FILES_MAX = 12  # slabs and connections for bytes are opened as they are needed
 GROWTH_THREADS_MAX = 8  # pools grow to their size as they are needed
@@ -26,7 +28,9 @@ GROWTH_THREADS_MAX = 8  # pools grow to their size as they are needed
 
 @pytest.mark.slow
 @pytest.mark.kill
-def test_a_server_under_load_does_not_grow(tmp_path: Path):
+def test_a_server_under_load_does_not_grow(
+    tmp_path: Path, keep_result: Callable[[str, list[dict[str, object]]], None]
+) -> None:
     address = f"unix://{tmp_path}/s"
     serve = [sys.executable, "-P", "-m", "kvstore.cli", "serve", "--data-dir", str(tmp_path / "data")]
     # A log of events that is full at once: it has its own bound, and grows to it.
@@ -59,6 +63,9 @@ def test_a_server_under_load_does_not_grow(tmp_path: Path):
     finally:
         process.kill()
         process.communicate()
+    told = report.as_json()
+    kept = {"server": told["server"][::RESULT_STEP], "policy_bytes": learnt[::RESULT_STEP]}
+    keep_result("soak.json", [told | kept])
     assert {} == {kind: count for kind, count in report.tally.errors.items() if kind != "UnavailableError"}
     assert 0 == report.lost_processes
     quarter = len(report.samples) // 4

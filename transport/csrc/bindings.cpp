@@ -63,13 +63,24 @@ struct Lookup {
   nb::str request_id;
 };
 
-nb::object ReadLookup(nb::handle buffer, size_t begin, size_t end, size_t body_bytes_max) {
-  const View view(buffer);
+Span Part(const View& view, size_t begin, size_t end) {
   const Span all = view.span();
   if (begin > end || end > all.size) throw nb::value_error("begin..end is no part of the buffer");
+  return {all.data + begin, end - begin};
+}
+
+nb::object ReadLookup(nb::handle buffer, size_t begin, size_t end, size_t body_bytes_max) {
+  const View view(buffer);
   LookupFrame frame;
-  if (!kvstore::ReadLookup({all.data + begin, end - begin}, body_bytes_max, &frame)) return nb::none();
+  if (!kvstore::ReadLookup(Part(view, begin, end), body_bytes_max, &frame)) return nb::none();
   return nb::cast(Lookup(frame));
+}
+
+nb::object ReadResponse(nb::handle buffer, size_t begin, size_t end, uint32_t call_id) {
+  const View view(buffer);
+  Span body;
+  if (!kvstore::ReadResponse(Part(view, begin, end), call_id, &body)) return nb::none();
+  return ToBytes(body);
 }
 
 nb::bytes Write(const LookupDraft& draft) {
@@ -132,6 +143,7 @@ NB_MODULE(_frames, module) {
       .def_ro("request_id", &Lookup::request_id);
   module.def("send_now", &SendNow, "descriptor"_a, "frame"_a);
   module.def("read_lookup", &ReadLookup, "buffer"_a, "begin"_a, "end"_a, "body_bytes_max"_a);
+  module.def("read_response", &ReadResponse, "buffer"_a, "begin"_a, "end"_a, "call_id"_a);
   module.def("write_lookup", &WriteLookup, "call_id"_a, "deadline_ms"_a, "session_id"_a, "prompt_head"_a, "tokens"_a,
              "peek"_a, "request_id"_a);
   module.def("write_grown_lookup", &WriteGrownLookup, "call_id"_a, "deadline_ms"_a, "session_id"_a, "prompt_head"_a,

@@ -10,6 +10,7 @@ namespace {
 constexpr size_t kHeaderBytes = 16;
 constexpr size_t kDeltaBytes = 24;
 constexpr uint8_t kRequest = 1;
+constexpr uint8_t kResponse = 2;
 constexpr uint8_t kMatch = 3;
 constexpr uint16_t kFlagDelta = 1;
 constexpr uint8_t kSessionId = 1 << 3 | 2;
@@ -174,6 +175,14 @@ bool ReadLookup(Span bytes, size_t body_bytes_max, LookupFrame* frame) {
     message = {delta + kDeltaBytes, body_bytes - kDeltaBytes};
   }
   return ReadMessage(message, frame);
+}
+
+bool ReadResponse(Span bytes, uint32_t call_id, Span* body) {
+  if (bytes.size < kHeaderBytes || Load<uint32_t>(bytes.data) != bytes.size - kHeaderBytes) return false;
+  if (bytes.data[4] != kResponse || Load<uint16_t>(bytes.data + 6) != 0) return false;
+  if (Load<uint32_t>(bytes.data + 8) != call_id) return false;
+  *body = {bytes.data + kHeaderBytes, bytes.size - kHeaderBytes};
+  return true;
 }
 
 size_t LookupBytes(const LookupDraft& draft) {

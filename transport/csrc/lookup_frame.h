@@ -40,6 +40,9 @@ struct LookupFrame {
 // is means what protobuf reads in it. Request ids that are not ASCII are left to protobuf, which checks their UTF-8.
 bool ReadLookup(Span bytes, size_t body_bytes_max, LookupFrame* frame);
 
+// Whether `bytes` are just one RESPONSE to that call, whole; `body` is then what it holds.
+bool ReadResponse(Span bytes, uint32_t call_id, Span* body);
+
 // A frame to be written. `prompt_head` are the bytes of a Prompt without tokens; empty fields are left out.
 struct LookupDraft {
   LookupFrame frame;  // but for ns_id and root, which are in:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore import config
 from kvstore.errors import ConfigError
-from kvstore.transport.address import TcpAddress, UnixAddress, parse_address
+from kvstore.transport.address import ARENA_CHOICES, TcpAddress, UnixAddress, parse_address, with_arena
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,11 @@ def test_an_address_prints_as_it_is_written(text: str):
 )
 def test_only_loopback_counts_as_loopback(host: str, expected: bool):
     assert expected is TcpAddress(host, 1).is_loopback
+
+
+def test_whether_a_client_maps_blocks_is_said_of_unix_sockets_and_named_if_it_is_no_choice():
+    assert config.ARENA_CHOICES == ARENA_CHOICES
+    assert "off" == getattr(with_arena(UnixAddress("/run/s"), "off"), "arena", None)
+    assert TcpAddress("node", 1) == with_arena(TcpAddress("node", 1), "off")
+    with pytest.raises(ConfigError, match="arena is 'no', expected one of map, off"):
+        with_arena(UnixAddress("/run/s"), "no")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.transport import lookup_frames, wire
 from kvstore.transport._core import _frames
-from kvstore.transport.lookup_frames import LookupWriter, read_lookup, send_now
+from kvstore.transport.lookup_frames import LookupWriter, read_lookup, read_response, send_now
 from kvstore.v1 import block_pb2
 from kvstore.v1 import cache_service_pb2 as pb
 
@@ -189,3 +189,20 @@ def test_the_stub_names_what_the_native_module_has() -> None:
     for name, parameters in re.findall(r"(?:^|def )(\w+)\(([^)]*)\)", functions):
         documented = re.findall(r"(\w+): ", (getattr(_frames, name).__doc__ or "").split(" -> ")[0])
         assert documented == re.findall(r"(\w+): ", parameters)
+
+
+@given(
+    kind=st.sampled_from(wire.Kind),
+    body=st.binary(max_size=40),
+    call_id=st.sampled_from([1, 7]),
+    behind=st.binary(max_size=3),
+    cut=st.integers(0, 2),
+)
+def test_a_response_is_taken_only_where_it_is_alone_whole_and_of_its_call(
+    kind: wire.Kind, body: bytes, call_id: int, behind: bytes, cut: int
+) -> None:
+    frame = wire.encode_frame(kind, body, call_id=call_id)
+    received = bytearray(frame[: len(frame) - cut] + behind)
+    is_it = frame[:12] == received[:12] and len(frame) == len(received) and (wire.Kind.RESPONSE, 7) == (kind, call_id)
+    expected = bytes(received[wire.HEADER_BYTES :]) if is_it else None
+    assert expected == read_response(received, 0, len(received), 7)

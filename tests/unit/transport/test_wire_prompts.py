@@ -38,7 +38,8 @@ def send(sent: SentPrompts, memory: PromptMemory, whole: bytes) -> int:
         growth = sent.whole_again(growth, whole)
         crossed += len(growth.tail)
         found = memory.complete(growth.delta, growth.tail)
-    assert whole == found
+    assert found is not None
+    assert whole == found.packed
     return crossed
 
 
