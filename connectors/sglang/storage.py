@@ -160,19 +160,25 @@ def _made_or_off(storage_config: Theirs) -> SglangBackend | None:
     except (KvstoreError, AttributeError, RuntimeError) as error:
         logger.warning("kvstore connector goes on without the store: kind=%s error=%s", type(error).__name__, error)
         return None
-    threading.Thread(target=_tell_revision, args=(backend, settings), name="kvstore-revision", daemon=True).start()
+    if settings.revision is not None:
+        backend.use_revision(_with_version(settings.revision, settings))
+    else:
+        threading.Thread(target=_tell_revision, args=(backend, settings), name="kvstore-revision", daemon=True).start()
     return backend
 
 
 def _tell_revision(backend: SglangBackend, settings: SglangSettings) -> None:
-    """Name the weights, which may take as long as reading all of them once; until then nothing is found or stored."""
+    """Name the weights, which takes as long as reading all of them once; until then nothing is found or stored."""
     try:
-        revision = settings.revision or find_revision(get_server_args(), sglang.__version__)
+        revision = find_revision(get_server_args(), sglang.__version__)
     except (UnsupportedModelError, OSError) as error:
         backend.counters.count_failure(error)
         return
-    version = settings.weights_version
-    backend.use_revision(revision if version is None else f"{revision} {version}")
+    backend.use_revision(_with_version(revision, settings))
+
+
+def _with_version(revision: str, settings: SglangSettings) -> str:
+    return revision if settings.weights_version is None else f"{revision} {settings.weights_version}"
 
 
 def _connect(settings: SglangSettings) -> kvstore.KvStore:

@@ -157,7 +157,7 @@ def test_pages_larger_than_the_buffer_move_some_at_a_time(store):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tp_size", 2), ("pp_size", 2), ("cp_size", 2), ("replicated", True)],
+    [("tp_size", 2), ("tp_rank", 1), ("pp_rank", 1), ("pp_size", 2), ("cp_size", 2), ("replicated", True)],
 )
 def test_another_rank_or_world_never_gets_these_pages(store, field, value):
     keys = hashes(2)
