@@ -77,7 +77,9 @@ def try_layout(address, layout, dtype):
     loaded = backend.batch_get_v1(keys, read, extra)
     pages = [(pool.get_data_page(int(at[page * PAGE])) for at in (written, read)) for page in range(PAGES)]
     others = {
-        other: backend_of(address, host_pool(other, dtype)).batch_exists(keys, extra) for other in LAYOUTS if other != layout
+        other: backend_of(address, host_pool(other, dtype)).batch_exists(keys, extra)
+        for other in LAYOUTS
+        if other != layout
     }
     return {
         "stored": stored,
@@ -100,7 +102,7 @@ def main():
     }
     os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"] = "0.5"
     injected = backend_of(address, host_pool("page_first", torch.float32))
-    print(json.dumps({"layouts": results, "with injector": type(injected).__name__}))
+    json.dump({"layouts": results, "with injector": type(injected).__name__}, sys.stdout)
 
 
 if __name__ == "__main__":

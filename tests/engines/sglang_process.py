@@ -38,9 +38,7 @@ def generate(engine, prompts, max_tokens):
 
 
 def clear(engine):
-    import asyncio
-
-    return asyncio.get_event_loop().run_until_complete(engine.tokenizer_manager.flush_cache()).success
+    return engine.flush_cache().success
 
 
 def serve(engine, answers):
