@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -119,54 +118,38 @@ class SglangBackend:
 
         return self._or(0, find)
 
-    def lookup(
-        self,
-        keys: Sequence[str],
-        transfers: Sequence[Transfer],
-        prefix_keys: Sequence[str] | None,
-    ) -> Lookup:
+    def lookup(self, keys: Sequence[str], transfers: Sequence[Transfer], prefix_keys: Sequence[str] | None) -> Lookup:
         """At which lengths the KV pages and what the other pools need with them are all stored."""
+        ends_at = self._clock.monotonic() + self._settings.lookup_seconds
         kv_pages = self.leading(keys, prefix_keys)
         pool_pages = {KV_POOL: kv_pages} if kv_pages else {}
         restorable = set(range(1, kv_pages + 1))
         for transfer in transfers:
             if not restorable:
                 break
-            lengths = self._lengths(transfer, keys[:kv_pages], prefix_keys)
+            lengths = self._lengths(transfer, keys[:kv_pages], prefix_keys, ends_at)
             if lengths:
                 pool_pages[_name(transfer)] = max(lengths)
             restorable &= lengths
         ordered = sorted(restorable)
         return Lookup(ordered[-1] if ordered else 0, pool_pages, ordered)
 
-    def load(
-        self,
-        name: str,
-        keys: Sequence[str],
-        indices: Indices,
-        prefix_keys: Sequence[str] | None,
-    ) -> list[bool]:
+    def load(self, name: str, keys: Sequence[str], indices: Indices, prefix_keys: Sequence[str] | None) -> list[bool]:
         """Copy pages of a pool into host memory; says of which the bytes are right."""
 
         def read() -> int:
             store = self._ready(name)
             if store is None:
                 return 0
-            began = time.monotonic()
+            began = self._clock.monotonic()
             chain = Chain.of_keys(keys, None if name in TRAILING_POOLS else prefix_keys)
             pages = store.load(chain, self._root(), indices, self._loads, self._settings.bulk_seconds)
-            self._note(store, pages, time.monotonic() - began, is_load=True)
+            self._note(store, pages, self._clock.monotonic() - began, is_load=True)
             return pages
 
         return _leading_true(self._or(0, read), len(keys))
 
-    def save(
-        self,
-        name: str,
-        keys: Sequence[str],
-        indices: Indices,
-        prefix_keys: Sequence[str] | None,
-    ) -> list[bool]:
+    def save(self, name: str, keys: Sequence[str], indices: Indices, prefix_keys: Sequence[str] | None) -> list[bool]:
         """Store pages of a pool; says which are stored now. Where another rank writes the same pages, all are."""
         if not self._rank.writes(name):
             return [True] * len(keys)
@@ -175,10 +158,10 @@ class SglangBackend:
             store = self._ready(name)
             if store is None:
                 return 0
-            began = time.monotonic()
+            began = self._clock.monotonic()
             chain = Chain.of_keys(keys, None if name in TRAILING_POOLS else prefix_keys)
             pages = store.save(chain, self._root(), indices, self._saves, self._settings.bulk_seconds)
-            self._note(store, pages, time.monotonic() - began, is_load=False)
+            self._note(store, pages, self._clock.monotonic() - began, is_load=False)
             return pages
 
         return _leading_true(self._or(0, write), len(keys))
@@ -209,20 +192,26 @@ class SglangBackend:
         if store is not None:
             self._store.clear(store.namespace)
 
-    def _lengths(self, transfer: Transfer, keys: Sequence[str], prefix_keys: Sequence[str] | None) -> set[int]:
+    def _lengths(
+        self, transfer: Transfer, keys: Sequence[str], prefix_keys: Sequence[str] | None, ends_at: float
+    ) -> set[int]:
         nothing: set[int] = set()
-        return self._or(nothing, lambda: self._restorable(transfer, keys, prefix_keys))
+        return self._or(nothing, lambda: self._restorable(transfer, keys, prefix_keys, ends_at))
 
-    def _restorable(self, transfer: Transfer, keys: Sequence[str], prefix_keys: Sequence[str] | None) -> set[int]:
+    def _restorable(
+        self, transfer: Transfer, keys: Sequence[str], prefix_keys: Sequence[str] | None, ends_at: float
+    ) -> set[int]:
+        """The lengths at which a pool has what it needs; none where the time for the lookup is over."""
         store = self._ready(_name(transfer))
-        if store is None:
+        left_seconds = ends_at - self._clock.monotonic()
+        if store is None or left_seconds <= 0:
             return set()
-        budget = self._settings.lookup_seconds
         if str(transfer.hit_policy) == "all_pages":
-            return set(range(1, store.leading(Chain.of_keys(keys, prefix_keys), self._root(), budget) + 1))
+            chain = Chain.of_keys(keys, prefix_keys)
+            return set(range(1, store.leading(chain, self._root(), left_seconds) + 1))
         if str(transfer.hit_policy) != "trailing_pages":
             return set()
-        stored = store.stored(Chain.of_keys(keys, None), self._root(), budget)
+        stored = store.stored(Chain.of_keys(keys, None), self._root(), left_seconds)
         return _windows(stored, len(keys), max(1, len(transfer.keys or ())))
 
     def _ready(self, name: str) -> PageStore | None:

@@ -68,6 +68,7 @@ class PageStore:
         self._pages = pages
         self._clock = clock
         self._counters = counters
+        self._keeps_single_pages = False
 
     @property
     def namespace(self) -> Namespace:
@@ -75,7 +76,10 @@ class PageStore:
         return self._namespace
 
     def leading(self, chain: Chain, root: Root | None, budget_seconds: float) -> int:
-        """How many of the leading pages are stored. A touch, and one lookup in the store's count for each path."""
+        """How many of the leading pages are stored. A touch, and one lookup in the store's count.
+
+        Pages stored by themselves are touched, and counted, one by one.
+        """
         ends_at = self._clock.monotonic() + budget_seconds
         if chain.prefix:
             found = self._store.match(self._namespace, chain.whole(), root=root).blocks - len(chain.prefix)
@@ -83,10 +87,12 @@ class PageStore:
         pages, window = 0, len(chain.digests)
         while pages < len(chain.digests) and (not pages or self._clock.monotonic() < ends_at):
             some = chain.digests[pages : pages + window]
-            found = self._store.match(self._namespace, some, root=root, touch=not pages).blocks
+            found = self._store.match(
+                self._namespace, some, root=root, touch=not pages or self._keeps_single_pages
+            ).blocks
             if not found:
                 break
-            pages, window = pages + found, max(_WINDOW_PAGES, 4 * found)
+            pages, window = pages + found, 1 if self._keeps_single_pages else max(_WINDOW_PAGES, 4 * found)
         return pages
 
     def stored(self, chain: Chain, root: Root | None, budget_seconds: float) -> set[int]:
@@ -119,6 +125,7 @@ class PageStore:
         ends_at = self._clock.monotonic() + budget_seconds
         if chain.prefix is not None:
             return self._save_path(chain.whole(), len(chain.prefix), root, indices, bounce, ends_at)
+        self._keeps_single_pages = True
         size = self._pages.page_size
         for index, digest in enumerate(chain.digests):
             if index and self._clock.monotonic() >= ends_at:
@@ -129,13 +136,7 @@ class PageStore:
         return len(chain.digests)
 
     def _load_path(
-        self,
-        path: list[bytes],
-        skip: int,
-        root: Root | None,
-        indices: Indices,
-        bounce: Bounce,
-        ends_at: float,
+        self, path: list[bytes], skip: int, root: Root | None, indices: Indices, bounce: Bounce, ends_at: float
     ) -> int:
         claimed = PrefixMatch(
             self._namespace, PLAIN_ROOT if root is None else root, as_prompt(self._namespace, path), len(path), ()
@@ -158,13 +159,7 @@ class PageStore:
         return pages
 
     def _save_path(
-        self,
-        path: list[bytes],
-        skip: int,
-        root: Root | None,
-        indices: Indices,
-        bounce: Bounce,
-        ends_at: float,
+        self, path: list[bytes], skip: int, root: Root | None, indices: Indices, bounce: Bounce, ends_at: float
     ) -> int:
         with self._store.stage(self._namespace, path, root=root, from_block=skip) as stage:
             self._write_stage(stage, skip, indices, bounce, ends_at)

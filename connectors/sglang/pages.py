@@ -43,10 +43,10 @@ class HostPages:
     def __init__(self, pool: HostPool, first_page: Indices) -> None:
         """Raises UnsupportedModelError for a pool whose pages cannot be copied in place."""
         self.page_size = pool.page_size
-        self._locate: Callable[[Indices], tuple[list[int], list[int]]] = pool.get_page_buffer_meta
         try:
+            self._locate: Callable[[Indices], tuple[list[int], list[int]]] = pool.get_page_buffer_meta
             found = self._locate(first_page)
-        except (AssertionError, NotImplementedError, ValueError) as error:
+        except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:
             raise UnsupportedModelError(f"pages of {type(pool).__name__} cannot be copied in place: {error}") from error
         self.piece_bytes = tuple(int(size) for size in found[1]) if found else ()
         self.page_bytes = sum(self.piece_bytes)

@@ -134,7 +134,7 @@ class KvstoreStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typ
             self._backend.close()
 
     def _add_pool(self, name: str, pool: Theirs) -> None:
-        if self._backend is not None and getattr(pool, "kv_buffer", True) is not None:
+        if self._backend is not None:
             self._backend.add_pool(name, pool, torch.arange(pool.page_size, dtype=torch.int64))
 
     def _moved(self, transfer: Theirs, extra_info: Theirs, move: Callable[..., list[bool]]) -> list[bool]:
