@@ -41,7 +41,10 @@ def check(options: CheckOptions, store: KvStore) -> Iterator[Finding]:
     yield engine
     if engine.verdict is Verdict.FAILED:
         return
-    yield _interface()
+    interface = _interface()
+    yield interface
+    if interface.verdict is Verdict.FAILED:
+        return
     try:
         geometry, sentence = _model(options)
     except (OSError, ValueError, KeyError, UnsupportedModelError) as error:
@@ -104,8 +107,11 @@ def _engine() -> Finding:
 
 def _interface() -> Finding:
     """Whether SGLang's own classes, which the backend builds on, are what it expects."""
-    from kvstore.connectors.sglang.storage import KvstoreStorage
-
+    try:
+        from kvstore.connectors.sglang.storage import KvstoreStorage
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        # What SGLang imports has native code for the devices that it was built for.
+        return Finding("interface", Verdict.FAILED, f"SGLang cannot be imported here: {error}"[:400])
     missing = sorted(getattr(KvstoreStorage, "__abstractmethods__", ()))
     if missing:
         return Finding("interface", Verdict.WARNING, f"HiCacheStorage asks for more: {', '.join(missing)}")

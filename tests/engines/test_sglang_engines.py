@@ -135,14 +135,13 @@ def pools(sglang_python, new_address, start_server):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("chained", [True, False], ids=["with prefix keys", "without prefix keys"])
 def test_a_second_engine_finds_what_the_first_has_stored_and_outlives_the_server(
-    start_sglang, start_server, new_address, plain, record_support, chained
+    start_sglang, start_server, new_address, plain, record_support
 ):
     first, second, answers = plain
     address = new_address()
     server = start_server(address)
-    storage = with_storage(address, hicache_storage_pass_prefix_keys=chained)
+    storage = with_storage(address, hicache_storage_pass_prefix_keys=True)
     engine = start_sglang(storage)
     assert of_tokens(engine.ask("generate", prompts=first, max_tokens=MAX_TOKENS)) == answers[: len(first)]
     wait_until_stored(address, whole_pages(first))
@@ -156,17 +155,13 @@ def test_a_second_engine_finds_what_the_first_has_stored_and_outlives_the_server
     anew = [0, 4, 7, 8]
     assert [from_storage(found)[index] for index in anew] == [(len(first[index]) - 1) // PAGE * PAGE for index in anew]
     record_support(
-        "sglang", VERSIONS, layout="page_first_direct", feature=_feature(chained), model="Llama", dtype="float32"
+        "sglang", VERSIONS, layout="page_first_direct", feature="a second engine", model="Llama", dtype="float32"
     )
 
     assert other.ask("clear")
     server.kill()
     assert of_tokens(other.ask("generate", prompts=first + second, max_tokens=MAX_TOKENS)) == answers
     other.close()
-
-
-def _feature(chained):
-    return "a second engine, with prefix keys" if chained else "a second engine, without prefix keys"
 
 
 def test_answers_are_the_same_with_sglangs_failure_injector_on(

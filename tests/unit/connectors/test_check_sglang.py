@@ -30,6 +30,13 @@ def test_an_engine_that_is_not_installed_is_said_so(store):
     assert "not installed" in report.findings[-1].sentence
 
 
+def test_an_engine_that_cannot_be_imported_ends_the_check(store, monkeypatch):
+    monkeypatch.setattr(check_sglang, "version", lambda _: check_sglang.TESTED)
+    report = check_engine("sglang", CheckOptions(), store, SOUND)
+    assert [finding.verdict for finding in report.findings] == [Verdict.OK, Verdict.OK, Verdict.FAILED]
+    assert "cannot be imported" in report.findings[-1].sentence
+
+
 @pytest.mark.usefixtures("installed")
 def test_pages_of_a_made_up_model_go_there_and_back(store):
     report = check_engine("sglang", CheckOptions(), store, SOUND)
