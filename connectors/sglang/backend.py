@@ -39,7 +39,7 @@ class Transfer(Protocol):
     name: Any
     host_indices: Indices
     keys: list[str] | None
-    hit_policy: Any
+    hit_policy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +206,10 @@ class SglangBackend:
         left_seconds = ends_at - self._clock.monotonic()
         if store is None or left_seconds <= 0:
             return set()
-        if str(transfer.hit_policy) == "all_pages":
+        if transfer.hit_policy == "all_pages":
             chain = Chain.of_keys(keys, prefix_keys)
             return set(range(1, store.leading(chain, self._root(), left_seconds) + 1))
-        if str(transfer.hit_policy) != "trailing_pages":
+        if transfer.hit_policy != "trailing_pages":
             return set()
         stored = store.stored(Chain.of_keys(keys, None), self._root(), left_seconds)
         return _windows(stored, len(keys), max(1, len(transfer.keys or ())))

@@ -21,7 +21,7 @@ from kvstore.connectors.sglang.backend import SglangBackend
 from kvstore.connectors.sglang.layout import KV_POOL, Rank
 from kvstore.connectors.sglang.revision import find_revision
 from kvstore.connectors.sglang.settings import parse_settings
-from kvstore.errors import KvstoreError
+from kvstore.errors import ConfigError, KvstoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,11 +41,6 @@ class KvstoreStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typ
     def __init__(self, storage_config: Theirs, kwargs: dict[str, Theirs] | None = None) -> None:  # noqa: ARG002
         _join_engine_log()
         self._backend = _made_or_off(storage_config)
-        if not (storage_config.extra_config or {}).get("interface_v1"):
-            logger.warning(
-                'kvstore connector goes on without the store: "interface_v1": 1 is missing in '
-                "--hicache-storage-backend-extra-config, and pages are moved through it alone"
-            )
 
     def register_mem_pool_host(self, mem_pool_host: Theirs) -> None:
         """Serve the KV pages of this pool."""
@@ -152,7 +147,12 @@ class KvstoreStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typ
 
 def _made_or_off(storage_config: Theirs) -> SglangBackend | None:
     try:
-        settings = parse_settings(storage_config.extra_config or {})
+        extra_config = storage_config.extra_config or {}
+        if not extra_config.get("interface_v1"):
+            raise ConfigError(
+                '"interface_v1": 1 is missing in --hicache-storage-backend-extra-config; pages are moved by it alone'
+            )
+        settings = parse_settings(extra_config)
         rank = Rank.of_config(storage_config)
         model = settings.model or storage_config.model_name or "sglang"
         _epoch()  # a version of SGLang that does not tell cannot be kept from the pages of older weights

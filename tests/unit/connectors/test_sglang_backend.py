@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,12 +58,18 @@ class MemoryPool:
         return self.memory[:, page].tobytes() == right
 
 
+class Policy(str, Enum):  # noqa: UP042  # as SGLang's own, whose str() is not its value
+    ALL_PAGES = "all_pages"
+    TRAILING_PAGES = "trailing_pages"
+    BLOCK_GROUPS = "block_groups"
+
+
 @dataclass
 class Transfer:
     name: str
     keys: list[str] | None
     host_indices: object
-    hit_policy: str = "all_pages"
+    hit_policy: Policy = Policy.ALL_PAGES
 
 
 def hashes(count, seed="", after=None):
@@ -197,12 +204,12 @@ def test_a_length_can_be_restored_where_all_pools_have_what_it_needs(store):
     backend.save("indexer", keys[:6], at(*range(6)), [])
     for page in (1, 2, 3, 6, 7):
         backend.save("swa", [keys[page]], at(page), keys[:page])
-    indexer, window = Transfer("indexer", None, None), Transfer("swa", keys[:2], None, "trailing_pages")
+    indexer, window = Transfer("indexer", None, None), Transfer("swa", keys[:2], None, Policy.TRAILING_PAGES)
     assert backend.lookup(keys, [indexer], None).pages == 6
     both = backend.lookup(keys, [indexer, window], None)
     assert (both.pages, both.restorable) == (4, [3, 4])
     assert both.pool_pages == {"kv": 8, "indexer": 6, "swa": 8}
-    assert backend.lookup(keys, [Transfer("swa", keys[:2], None, "block_groups")], None).pages == 0
+    assert backend.lookup(keys, [Transfer("swa", keys[:2], None, Policy.BLOCK_GROUPS)], None).pages == 0
 
 
 def test_a_pool_that_nobody_registered_or_that_has_no_pages_is_a_miss(store):
