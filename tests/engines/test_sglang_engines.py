@@ -117,7 +117,7 @@ def test_pages_of_sglangs_own_host_pools_come_back_bit_for_bit(pools, layout, re
             "of_other_layouts": 0,
             "moved": 4,
         }
-        record_support("sglang", VERSIONS, layout=layout, feature="host pools", model="any of heads", dtype=dtype)
+        record_support("sglang", VERSIONS, layout=layout, feature="host pools", model="multi-head", dtype=dtype)
 
 
 def test_sglang_wraps_the_backend_in_its_failure_injector(pools):
@@ -164,9 +164,7 @@ def test_a_second_engine_finds_what_the_first_has_stored_and_outlives_the_server
     other.close()
 
 
-def test_answers_are_the_same_with_sglangs_failure_injector_on(
-    start_sglang, start_server, new_address, plain, record_support
-):
+def test_answers_are_the_same_with_sglangs_failure_injector_on(start_sglang, start_server, new_address, plain):
     first, second, answers = plain
     address = new_address()
     start_server(address)
@@ -175,6 +173,3 @@ def test_answers_are_the_same_with_sglangs_failure_injector_on(
     for _ in range(2):
         assert of_tokens(engine.ask("generate", prompts=first + second, max_tokens=MAX_TOKENS)) == answers
         assert engine.ask("clear")
-    record_support(
-        "sglang", VERSIONS, layout="page_first_direct", feature="injected failures", model="Llama", dtype="float32"
-    )
