@@ -146,7 +146,7 @@ def _pages_there_and_back(store: KvStore, geometry: _Geometry) -> Finding:
     ).reshape(memory.bytes[:, :_PAGES].shape)
     settings = SglangSettings(lookup_seconds=_PATIENT_SECONDS, bulk_seconds=_PATIENT_SECONDS)
     rank = Rank(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, cp_rank=0, cp_size=1, replicated=geometry.planes == 1)
-    backend = SglangBackend(settings, rank, "kvstore check sglang", store, lambda: None)
+    backend = SglangBackend(settings, rank, "kvstore check sglang", store, epoch=lambda: None)
     indices = np.arange(2 * _PAGES * memory.page_size)
     backend.add_pool(KV_POOL, memory, indices[: memory.page_size])
     backend.use_revision(secrets.token_hex(16))

@@ -6,10 +6,10 @@ import logging
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.clock import SystemClock
-from kvstore.connectors.common import CacheClient, ConnectorCounters, SelfCheckError, UnsupportedModelError
+from kvstore.connectors.common import CacheClient, ConnectorCounters, HookGuard, SelfCheckError, UnsupportedModelError
 from kvstore.connectors.sglang.chains import Chain, PageStore
 from kvstore.connectors.sglang.layout import KV_POOL, TRAILING_POOLS, page_layout
 from kvstore.connectors.sglang.pages import Bounce, HostPages
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from kvstore.connectors.sglang.settings import SglangSettings
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CHECK_SECONDS = 5.0
 _TRANSFERS_MAX = 4096
@@ -75,10 +73,12 @@ class SglangBackend:
         rank: Rank,
         model: str,
         store: KvStore,
+        *,
         epoch: Callable[[], str | None],
         clock: Clock | None = None,
     ) -> None:
         self.counters = ConnectorCounters()
+        self._guard = HookGuard(self.counters, lambda: None)
         self._settings = settings
         self._rank = rank
         self._model = model
@@ -116,7 +116,7 @@ class SglangBackend:
             self.counters.add(matched_tokens=found * tokens)
             return found
 
-        return self._or(0, find)
+        return self._guard.run(find, 0)
 
     def lookup(self, keys: Sequence[str], transfers: Sequence[Transfer], prefix_keys: Sequence[str] | None) -> Lookup:
         """At which lengths the KV pages and what the other pools need with them are all stored."""
@@ -147,7 +147,7 @@ class SglangBackend:
             self._note(store, pages, self._clock.monotonic() - began, is_load=True)
             return pages
 
-        return _leading_true(self._or(0, read), len(keys))
+        return _leading_true(self._guard.run(read, 0), len(keys))
 
     def save(self, name: str, keys: Sequence[str], indices: Indices, prefix_keys: Sequence[str] | None) -> list[bool]:
         """Store pages of a pool; says which are stored now. Where another rank writes the same pages, all are."""
@@ -164,14 +164,14 @@ class SglangBackend:
             self._note(store, pages, self._clock.monotonic() - began, is_load=False)
             return pages
 
-        return _leading_true(self._or(0, write), len(keys))
+        return _leading_true(self._guard.run(write, 0), len(keys))
 
     def clear(self) -> None:
         """Drop what the store has of the pools of this rank, in all weights epochs."""
         with self._lock:
             names = list(self._pools)
         for name in names:
-            self._or(None, partial(self._clear, name))
+            self._guard.run(partial(self._clear, name), None)
 
     def stats(self) -> ConnectorStats:
         """What was done since the start."""
@@ -185,7 +185,7 @@ class SglangBackend:
 
     def close(self) -> None:
         """Leave the store."""
-        self._or(None, self._store.close)
+        self._guard.run(self._store.close, None)
 
     def _clear(self, name: str) -> None:
         store = self._ready(name)
@@ -196,7 +196,7 @@ class SglangBackend:
         self, transfer: Transfer, keys: Sequence[str], prefix_keys: Sequence[str] | None, ends_at: float
     ) -> set[int]:
         nothing: set[int] = set()
-        return self._or(nothing, lambda: self._restorable(transfer, keys, prefix_keys, ends_at))
+        return self._guard.run(lambda: self._restorable(transfer, keys, prefix_keys, ends_at), nothing)
 
     def _restorable(
         self, transfer: Transfer, keys: Sequence[str], prefix_keys: Sequence[str] | None, ends_at: float
@@ -267,13 +267,6 @@ class SglangBackend:
         with self._lock:
             self._transfers.append(PageTransfer(is_load, pages, moved / max(seconds, 1e-9) / 1e9))
             del self._transfers[:-_TRANSFERS_MAX]
-
-    def _or(self, miss: T, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001  # the engine goes on whatever it was; counted
-            self.counters.count_failure(error)
-            return miss
 
 
 def _name(transfer: Transfer) -> str:

@@ -110,11 +110,11 @@ class PageStore:
         """Copy the leading pages into host memory at `indices`; returns how many of them are right."""
         ends_at = self._clock.monotonic() + budget_seconds
         if chain.prefix:
-            return self._load_path(chain.whole(), len(chain.prefix), root, indices, bounce, ends_at)
+            return self._load_path(chain.whole(), len(chain.prefix), root, indices, bounce=bounce, ends_at=ends_at)
         pages = 0
         while pages < len(chain.digests) and (not pages or self._clock.monotonic() < ends_at):
             rest = indices[pages * self._pages.page_size :]
-            loaded = self._load_path(chain.digests[pages:], 0, root, rest, bounce, ends_at)
+            loaded = self._load_path(chain.digests[pages:], 0, root, rest, bounce=bounce, ends_at=ends_at)
             if not loaded:
                 break
             pages += loaded
@@ -124,29 +124,29 @@ class PageStore:
         """Store the pages at `indices`; returns how many of the leading ones are stored now."""
         ends_at = self._clock.monotonic() + budget_seconds
         if chain.prefix is not None:
-            return self._save_path(chain.whole(), len(chain.prefix), root, indices, bounce, ends_at)
+            return self._save_path(chain.whole(), len(chain.prefix), root, indices, bounce=bounce, ends_at=ends_at)
         self._keeps_single_pages = True
         size = self._pages.page_size
         for index, digest in enumerate(chain.digests):
             if index and self._clock.monotonic() >= ends_at:
                 return index
             own = indices[index * size : (index + 1) * size]
-            if not self._save_path([digest], 0, root, own, bounce, ends_at):
+            if not self._save_path([digest], 0, root, own, bounce=bounce, ends_at=ends_at):
                 return index
         return len(chain.digests)
 
     def _load_path(
-        self, path: list[bytes], skip: int, root: Root | None, indices: Indices, bounce: Bounce, ends_at: float
+        self, path: list[bytes], skip: int, root: Root | None, indices: Indices, *, bounce: Bounce, ends_at: float
     ) -> int:
         claimed = PrefixMatch(
             self._namespace, PLAIN_ROOT if root is None else root, as_prompt(self._namespace, path), len(path), ()
         )
         with self._store.lease(claimed) as lease:
-            pages = self._load_leased(lease, skip, indices, bounce, ends_at)
+            pages = self._load_leased(lease, skip, indices, bounce=bounce, ends_at=ends_at)
         self._counters.add(loaded_tokens=pages * self._namespace.layout.block_tokens)
         return pages
 
-    def _load_leased(self, lease: Lease, skip: int, indices: Indices, bounce: Bounce, ends_at: float) -> int:
+    def _load_leased(self, lease: Lease, skip: int, indices: Indices, *, bounce: Bounce, ends_at: float) -> int:
         pages, wanted = 0, lease.blocks - skip
         while pages < wanted and (not pages or self._clock.monotonic() < ends_at):
             with bounce.rows(self._pages.page_bytes, wanted - pages) as rows:
@@ -159,17 +159,17 @@ class PageStore:
         return pages
 
     def _save_path(
-        self, path: list[bytes], skip: int, root: Root | None, indices: Indices, bounce: Bounce, ends_at: float
+        self, path: list[bytes], skip: int, root: Root | None, indices: Indices, *, bounce: Bounce, ends_at: float
     ) -> int:
         with self._store.stage(self._namespace, path, root=root, from_block=skip) as stage:
-            self._write_stage(stage, skip, indices, bounce, ends_at)
+            self._write_stage(stage, skip, indices, bounce=bounce, ends_at=ends_at)
             result = stage.commit()
         self._counters.add(
             stored_blocks=result.blocks, present_blocks=result.present_blocks, refused_blocks=result.refused_blocks
         )
         return min(len(path) - skip, result.present_blocks + result.blocks)
 
-    def _write_stage(self, stage: Stage, skip: int, indices: Indices, bounce: Bounce, ends_at: float) -> None:
+    def _write_stage(self, stage: Stage, skip: int, indices: Indices, *, bounce: Bounce, ends_at: float) -> None:
         written = 0
         while written < stage.blocks:
             if written and self._clock.monotonic() >= ends_at:

@@ -156,7 +156,7 @@ def _made_or_off(storage_config: Theirs) -> SglangBackend | None:
         rank = Rank.of_config(storage_config)
         model = settings.model or storage_config.model_name or "sglang"
         _epoch()  # a version of SGLang that does not tell cannot be kept from the pages of older weights
-        backend = SglangBackend(settings, rank, model, _connect(settings), _epoch)
+        backend = SglangBackend(settings, rank, model, _connect(settings), epoch=_epoch)
     except (KvstoreError, AttributeError, RuntimeError) as error:
         logger.warning("kvstore connector goes on without the store: kind=%s error=%s", type(error).__name__, error)
         return None

@@ -86,7 +86,7 @@ def at(*pages):
 
 
 def backend_of(store, pools=None, *, rank=RANK, epoch=lambda: "default", config=SETTINGS, revision="weights"):
-    backend = SglangBackend(config, rank, "model", store, epoch)
+    backend = SglangBackend(config, rank, "model", store, epoch=epoch)
     for name, pool in (pools or {"kv": MemoryPool()}).items():
         backend.add_pool(name, pool, at(0))
     if revision is not None:
