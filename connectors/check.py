@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # What is asked for on the command line, and where its checker is.
 CHECKERS = {
     "hf": "kvstore.connectors.check_huggingface:check",
+    "sglang": "kvstore.connectors.check_sglang:check",
 }
 
 

@@ -25,6 +25,9 @@ and values of block `from_block` + i, row i of a recurrent one the state behind 
             for run in stage.wanted(part):
                 stage.write_from(sparse_rows(part, run), from_block=run.start, part=part)  # [len(run), part_bytes]
 
+Where `layout.symbols` is "digests" the engine knows its blocks by digests alone: `tokens` is a sequence of `bytes`, 32
+for each block, and a block whose parent is not stored is refused.
+
 A layout with a `state` keeps *sequence states* instead of blocks: one blob of any size for a prompt, which serves
 whatever shares its beginning. Prompts are matched by single tokens; blobs are moved by pieces, in place:
 

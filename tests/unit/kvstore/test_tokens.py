@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import InvalidTokensError
-from kvstore.tokens import PROMPT_TOKENS_MAX, as_token_array, packed_tokens, unpacked_tokens
+from kvstore.tokens import PROMPT_TOKENS_MAX, as_prompt, as_token_array, packed_tokens, unpacked_tokens
+from kvstore.types import KvLayout, Namespace
 
 torch = pytest.importorskip("torch")
 
@@ -87,3 +88,20 @@ def test_other_views_are_copied(tokens: np.ndarray) -> None:
     assert made is not tokens
     assert tokens.tolist() == made.tolist()
     assert tokens.astype("<u4").tobytes() == packed_tokens(made) == packed_tokens(tokens.astype(np.uint32))
+
+
+def test_bytes_that_are_no_whole_digests_are_refused() -> None:
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=8, dtype="int8", symbols="digests")
+    namespace = Namespace(model="model", revision="revision", layout=layout)
+    with pytest.raises(InvalidTokensError, match="12 bytes, expected 32"):
+        as_prompt(namespace, unpacked_tokens(bytes(12)))
+    made = as_prompt(namespace, [bytes(range(32)), bytes(32)])
+    assert as_prompt(namespace, made) is made
+    assert packed_tokens(made) == bytes(range(32)) + bytes(32)
+
+
+def test_more_digests_than_a_prompt_may_have_are_refused() -> None:
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=8, dtype="int8", symbols="digests")
+    namespace = Namespace(model="model", revision="revision", layout=layout)
+    with pytest.raises(InvalidTokensError, match="at most 524288"):
+        as_prompt(namespace, [bytes(32)] * (PROMPT_TOKENS_MAX // 8 + 1))
