@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # What is asked for on the command line, and where its checker is.
 CHECKERS = {
     "hf": "kvstore.connectors.check_huggingface:check",
+    "llama-cpp": "kvstore.connectors.check_llama_cpp:check",
 }
 
 
@@ -43,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What is checked: a model in a folder (None: a tiny one made up), in blocks of so many tokens."""
+    """What is checked: a model in a folder or file (None: a tiny one made up), in blocks of so many tokens."""
 
     model: str | None = None
     block_tokens: int = 16
