@@ -32,10 +32,8 @@ _CONTEXT_FIELDS = (
     "type_k",
     "type_v",
 )
-_TYPE_NAMES = {
-    getattr(llama_cpp, f"GGML_TYPE_{name}"): name.lower()
-    for name in ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")
-}
+# ggml.h: enum ggml_type
+_TYPE_NAMES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16"}
 _LAYOUT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _VISION_HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 

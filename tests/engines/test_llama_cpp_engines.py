@@ -1,0 +1,226 @@
+"""llama.cpp as processes over a real sidecar, on a real model: the next goes on from what one stored.
+
+Quantised kernels round differently for other batches, so answers are compared with those of an engine without a store
+that computed its prompt in the same two pieces.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import subprocess
+import time
+
+import pytest
+
+from kvstore.transport.client import connect
+
+pytestmark = [pytest.mark.engine, pytest.mark.kill, pytest.mark.timeout(900)]
+
+VERSIONS = "llama-cpp-python 0.3.36"
+MODEL = "SmolLM2-135M (Q4_1)"
+NEW_TOKENS = 6
+Q8_0 = 8  # ggml.h: GGML_TYPE_Q8_0
+KINDS = {"float16": {}, "q8_0": {"type_k": Q8_0, "type_v": Q8_0, "flash_attn": True}}
+START_SECONDS_MAX = 300.0
+
+
+def prompt_of(length, seed):
+    return random.Random(seed).choices(range(100, 40_000), k=length)
+
+
+@pytest.fixture(scope="module")
+def address(new_address, start_server):
+    chosen = new_address()
+    start_server(chosen)
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def plain(start_llama):
+    return start_llama()
+
+
+@pytest.fixture
+def record(record_support):
+    def shown(feature, dtype="float16"):
+        record_support("llama-cpp", VERSIONS, layout="full attention", feature=feature, model=MODEL, dtype=dtype)
+
+    return shown
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_second_process_goes_on_from_what_the_first_one_stored(dtype, start_llama, address, record):
+    prompt = prompt_of(80, seed=1)
+    expected = start_llama(**KINDS[dtype]).ask("generate", prompt=prompt, new_tokens=NEW_TOKENS, split=79)
+    first = start_llama(address=address, **KINDS[dtype])
+    first.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+    counts = first.ask("counts")
+    assert (counts["flushed"], counts["bypassed"], counts["failures"]) == (True, {}, {})
+    # Contexts of other sizes share: a state is as long as its tokens.
+    second = start_llama(address=address, n_ctx=1024, **KINDS[dtype])
+    answer = second.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+    assert (answer["tokens"], answer["loaded"]) == (expected["tokens"], 79)
+    record("a prompt that comes again, after a restart", dtype)
+
+
+def test_a_longer_state_is_trimmed_to_what_a_prompt_shares(start_llama, plain, address, record):
+    system = prompt_of(60, seed=2)
+    first = start_llama(address=address)
+    first.ask("generate", prompt=system + prompt_of(20, seed=3), new_tokens=NEW_TOKENS)
+    assert first.ask("counts")["flushed"]
+    prompt = system + prompt_of(10, seed=4)
+    answer = start_llama(address=address).ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+    expected = plain.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS, split=60)
+    assert (answer["tokens"], answer["loaded"]) == (expected["tokens"], 60)
+    record("a common beginning: a longer state is trimmed")
+
+
+def test_another_salt_finds_nothing(start_llama, address):
+    prompt = prompt_of(80, seed=5)
+    loaded = []
+    for salt in ("a", "b", "a"):
+        engine = start_llama(address=address, salt=salt)
+        loaded.append(engine.ask("generate", prompt=prompt, new_tokens=1)["loaded"])
+        assert engine.ask("counts")["flushed"]
+    assert loaded == [0, 0, 79]
+
+
+def test_the_turns_of_a_chat_go_on_from_the_answers_before(start_llama, address, record):
+    messages = [
+        {"role": "user", "content": "Name the capital of France, please, and say in one sentence where it lies."}
+    ]
+    loaded = []
+    for question in ("And of Italy?", "And of Spain?"):
+        engine = start_llama(address=address)
+        answer = engine.ask("chat", messages=messages, new_tokens=24)
+        loaded.append(answer["loaded"])
+        assert engine.ask("counts")["flushed"]
+        messages += [{"role": "assistant", "content": answer["text"]}, {"role": "user", "content": question}]
+    assert "Paris" in messages[1]["content"]
+    assert loaded[0] == 0
+    assert loaded[1] > 40
+    record("generated tokens of earlier turns")
+
+
+def test_the_cache_of_the_engines_own_hook_is_served(start_llama, address, record):
+    text = "The library opens at nine, and closes at six, on Sundays at noon. " * 4
+    answers = []
+    for _ in range(2):
+        engine = start_llama(address=address, hook="set_cache", salt="hook")
+        answers.append(engine.ask("complete", text=text, new_tokens=NEW_TOKENS))
+        assert engine.ask("counts")["failures"] == {}
+    assert answers[0]["loaded"] == 0
+    assert answers[1]["loaded"] > 60
+    record("set_cache(): the engine's own hook")
+
+
+def test_a_server_killed_in_the_middle_changes_no_answer(start_llama, plain, new_address, start_server, record):
+    address = new_address()
+    server = start_server(address)
+    prompts = [prompt_of(60, seed=10), prompt_of(60, seed=11)]
+    engine = start_llama(address=address)
+    engine.ask("generate", prompt=prompts[0], new_tokens=NEW_TOKENS)
+    assert engine.ask("counts")["flushed"]
+    assert engine.ask("generate", prompt=prompts[0], new_tokens=NEW_TOKENS)["loaded"] == 59
+    server.kill()
+    for prompt in prompts:
+        answer = engine.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+        expected = plain.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+        assert (answer["tokens"], answer["loaded"]) == (expected["tokens"], 0)
+    assert engine.ask("counts")["failures"]
+    record("the sidecar is killed: answers as without it")
+
+
+def test_flipped_bits_on_disk_are_a_miss(start_llama, plain, tmp_path, record, new_address):
+    from kvstore.demo.processes import start_sidecar
+
+    address, prompt = new_address(), prompt_of(60, seed=12)
+    with start_sidecar(tmp_path, address, 64 << 20, 256 << 20) as server:
+        server.receive()
+        engine = start_llama(address=address)
+        engine.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+        assert engine.ask("counts")["flushed"]
+        with connect(address) as store:
+            store.flush()
+    flipped = 0
+    for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+        data = bytearray(path.read_bytes())
+        if path.suffix not in (".mdb", ".json", "") and any(data[8192:]):
+            data[8192:] = bytes(byte ^ 0x10 if byte else 0 for byte in data[8192:])
+            path.write_bytes(data)
+            flipped += 1
+    assert flipped
+    with start_sidecar(tmp_path, address, 64 << 20, 256 << 20) as server:
+        server.receive()
+        answer = start_llama(address=address).ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+    assert (answer["tokens"], answer["loaded"]) == (
+        plain.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)["tokens"],
+        0,
+    )
+    record("damaged states are refused")
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def complete(port, prompt, process, log):
+    """Ask a server that may not listen yet."""
+    ends_at = time.monotonic() + START_SECONDS_MAX
+    while time.monotonic() < ends_at and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        try:
+            body = json.dumps({"prompt": prompt, "max_tokens": 4, "temperature": 0})
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            return json.loads(connection.getresponse().read())
+        except ConnectionRefusedError:
+            time.sleep(0.2)
+        finally:
+            connection.close()
+    raise AssertionError(log.read_text(errors="replace")[-3000:])
+
+
+def test_a_second_server_of_the_engine_finds_what_the_first_one_stored(
+    llama_cpp_python, gguf_model, new_address, start_server, tmp_path, record
+):
+    address = new_address()
+    start_server(address)
+    prompt = "The library opens at nine, and closes at six, on Sundays at noon. " * 8
+    hits = []
+    for number in range(2):
+        port, log = free_port(), tmp_path / f"{number}.log"
+        command = [llama_cpp_python, "-P", "-m", "kvstore.connectors.llama_cpp_server", "--kvstore", address]
+        command += ["--model", gguf_model, "--n_ctx", "512", "--n_threads", "1", "--n_threads_batch", "1"]
+        with log.open("ab") as file:
+            process = subprocess.Popen([*command, "--port", str(port)], stdout=file, stderr=file, cwd=tmp_path)
+        try:
+            assert complete(port, prompt, process, log)["choices"]
+        finally:
+            process.terminate()  # what is queued is stored before it ends
+            process.wait(60)
+        with connect(address, control_seconds=30) as store:
+            hits.append(sum(store.stats().hit_tokens.values()))
+        assert "kvstore serves llama.cpp" in log.read_text(errors="replace")
+    assert hits[0] == 0
+    assert hits[1] > 100
+    record("the engine's own server")
+
+
+def test_check_tells_that_the_engine_works(llama_cpp_python, gguf_model):
+    command = [llama_cpp_python, "-P", "-m", "kvstore.cli", "check", "llama-cpp", "--embedded", "--json", "--model"]
+    done = subprocess.run([*command, gguf_model], capture_output=True, text=True, check=False, timeout=600)
+    told = json.loads(done.stdout)
+    assert told["works"], told
+    assert [finding["subject"] for finding in told["findings"]] == [
+        "store",
+        "engine",
+        "model",
+        "layout",
+        "state",
+        "prompt",
+    ]
