@@ -20,6 +20,11 @@ SUPPORT_COLUMNS = {"layout", "feature", "model", "dtype"}
 _recorded: set[str] = set()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real engines take minutes to start: what they show comes behind everything else."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+
+
 @pytest.fixture(autouse=True)
 def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a store answers does not depend on how busy the machine is; tests of deadlines name their own."""
