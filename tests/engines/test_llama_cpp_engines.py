@@ -23,7 +23,6 @@ VERSIONS = "llama-cpp-python 0.3.36"
 MODEL = "SmolLM2-135M (Q4_1)"
 NEW_TOKENS = 6
 Q8_0 = 8  # ggml.h: GGML_TYPE_Q8_0
-KINDS = {"float16": {}, "q8_0": {"type_k": Q8_0, "type_v": Q8_0, "flash_attn": True}}
 START_SECONDS_MAX = 300.0
 
 
@@ -40,80 +39,95 @@ def address(new_address, start_server):
 
 @pytest.fixture(scope="module")
 def plain(start_llama):
+    """An engine without a store."""
     return start_llama()
+
+
+@pytest.fixture(scope="module")
+def first(start_llama, address):
+    return start_llama(address=address)
+
+
+@pytest.fixture(scope="module")
+def second(start_llama, address):
+    """Contexts of other sizes share: a state is as long as its tokens."""
+    return start_llama(address=address, n_ctx=1024)
 
 
 @pytest.fixture
 def record(record_support):
+    """Says what was shown, for docs/support.json."""
+
     def shown(feature, dtype="float16"):
         record_support("llama-cpp", VERSIONS, layout="full attention", feature=feature, model=MODEL, dtype=dtype)
 
     return shown
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-def test_a_second_process_goes_on_from_what_the_first_one_stored(dtype, start_llama, address, record):
-    prompt = prompt_of(80, seed=1)
-    expected = start_llama(**KINDS[dtype]).ask("generate", prompt=prompt, new_tokens=NEW_TOKENS, split=79)
-    first = start_llama(address=address, **KINDS[dtype])
-    first.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
-    counts = first.ask("counts")
+def stored(engine):
+    """Wait until everything that was computed is stored."""
+    counts = engine.ask("counts")
     assert (counts["flushed"], counts["bypassed"], counts["failures"]) == (True, {}, {})
-    # Contexts of other sizes share: a state is as long as its tokens.
-    second = start_llama(address=address, n_ctx=1024, **KINDS[dtype])
+
+
+def check_restart(engines, record, dtype):
+    plain, first, second = engines
+    prompt = prompt_of(80, seed=1)
+    expected = plain.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS, split=79)
+    first.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+    stored(first)
     answer = second.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
     assert (answer["tokens"], answer["loaded"]) == (expected["tokens"], 79)
-    record("a prompt that comes again, after a restart", dtype)
+    record("a prompt that comes again, in another process", dtype)
 
 
-def test_a_longer_state_is_trimmed_to_what_a_prompt_shares(start_llama, plain, address, record):
+def test_a_second_process_goes_on_from_what_the_first_one_stored(plain, first, second, record):
+    check_restart((plain, first, second), record, "float16")
+
+
+def test_quantised_keys_and_values_are_served(start_llama, address, record):
+    quantised = {"type_k": Q8_0, "type_v": Q8_0, "flash_attn": True}
+    engines = start_llama(**quantised), start_llama(address=address, **quantised)
+    check_restart((*engines, start_llama(address=address, n_ctx=1024, **quantised)), record, "q8_0")
+
+
+def test_a_longer_state_is_trimmed_to_what_a_prompt_shares(plain, first, second, record):
     system = prompt_of(60, seed=2)
-    first = start_llama(address=address)
     first.ask("generate", prompt=system + prompt_of(20, seed=3), new_tokens=NEW_TOKENS)
-    assert first.ask("counts")["flushed"]
+    stored(first)
     prompt = system + prompt_of(10, seed=4)
-    answer = start_llama(address=address).ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
+    answer = second.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
     expected = plain.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS, split=60)
     assert (answer["tokens"], answer["loaded"]) == (expected["tokens"], 60)
     record("a common beginning: a longer state is trimmed")
 
 
-def test_another_salt_finds_nothing(start_llama, address):
+def test_another_salt_finds_nothing(start_llama, address, first, second):
     prompt = prompt_of(80, seed=5)
-    loaded = []
-    for salt in ("a", "b", "a"):
-        engine = start_llama(address=address, salt=salt)
-        loaded.append(engine.ask("generate", prompt=prompt, new_tokens=1)["loaded"])
-        assert engine.ask("counts")["flushed"]
-    assert loaded == [0, 0, 79]
+    first.ask("generate", prompt=prompt, new_tokens=1)
+    stored(first)
+    salted = start_llama(address=address, salt="another")
+    asked = [engine.ask("generate", prompt=prompt, new_tokens=1)["loaded"] for engine in (salted, second)]
+    assert asked == [0, 79]
 
 
-def test_the_turns_of_a_chat_go_on_from_the_answers_before(start_llama, address, record):
-    messages = [
-        {"role": "user", "content": "Name the capital of France, please, and say in one sentence where it lies."}
-    ]
-    loaded = []
-    for question in ("And of Italy?", "And of Spain?"):
-        engine = start_llama(address=address)
-        answer = engine.ask("chat", messages=messages, new_tokens=24)
-        loaded.append(answer["loaded"])
-        assert engine.ask("counts")["flushed"]
-        messages += [{"role": "assistant", "content": answer["text"]}, {"role": "user", "content": question}]
-    assert "Paris" in messages[1]["content"]
-    assert loaded[0] == 0
-    assert loaded[1] > 40
+def test_the_turns_of_a_chat_go_on_from_the_answers_before(first, second, record):
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in a short sentence."}]
+    answer = first.ask("chat", messages=messages, new_tokens=12)
+    stored(first)
+    assert ("Paris" in answer["text"], answer["loaded"]) == (True, 0)
+    messages += [{"role": "assistant", "content": answer["text"]}, {"role": "user", "content": "And of Italy?"}]
+    assert second.ask("chat", messages=messages, new_tokens=4)["loaded"] > 40
     record("generated tokens of earlier turns")
 
 
-def test_the_cache_of_the_engines_own_hook_is_served(start_llama, address, record):
-    text = "The library opens at nine, and closes at six, on Sundays at noon. " * 4
-    answers = []
-    for _ in range(2):
-        engine = start_llama(address=address, hook="set_cache", salt="hook")
-        answers.append(engine.ask("complete", text=text, new_tokens=NEW_TOKENS))
-        assert engine.ask("counts")["failures"] == {}
-    assert answers[0]["loaded"] == 0
-    assert answers[1]["loaded"] > 60
+def test_the_cache_of_the_engines_own_hook_is_served(start_llama, address, first, second, record):
+    hooked = start_llama(address=address, hook="set_cache")
+    for number, (one, other) in enumerate(((first, hooked), (hooked, second))):
+        text = f"{number} The library opens at nine, and closes at six, on Sundays at noon. " * 4
+        assert one.ask("complete", text=text, new_tokens=NEW_TOKENS)["loaded"] == 0
+        stored(one)
+        assert other.ask("complete", text=text, new_tokens=NEW_TOKENS)["loaded"] > 60
     record("set_cache(): the engine's own hook")
 
 
@@ -123,7 +137,7 @@ def test_a_server_killed_in_the_middle_changes_no_answer(start_llama, plain, new
     prompts = [prompt_of(60, seed=10), prompt_of(60, seed=11)]
     engine = start_llama(address=address)
     engine.ask("generate", prompt=prompts[0], new_tokens=NEW_TOKENS)
-    assert engine.ask("counts")["flushed"]
+    stored(engine)
     assert engine.ask("generate", prompt=prompts[0], new_tokens=NEW_TOKENS)["loaded"] == 59
     server.kill()
     for prompt in prompts:
@@ -142,7 +156,7 @@ def test_flipped_bits_on_disk_are_a_miss(start_llama, plain, tmp_path, record, n
         server.receive()
         engine = start_llama(address=address)
         engine.ask("generate", prompt=prompt, new_tokens=NEW_TOKENS)
-        assert engine.ask("counts")["flushed"]
+        stored(engine)
         with connect(address) as store:
             store.flush()
     flipped = 0
