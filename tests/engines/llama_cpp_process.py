@@ -4,6 +4,7 @@ generate   prompt (token ids), new_tokens; with `split` the prompt is computed i
 complete   text, new_tokens, through create_completion(); `forget` drops what the engine holds first
 chat       messages, new_tokens, through create_chat_completion()
 tokenize   text
+versions   of the engine
 counts     what the connector has counted, when everything is stored
 
 The engine has one thread: several that wait for each other on a busy machine make it many times slower.
@@ -32,14 +33,13 @@ class Engine:
         )
         self.connector = None
         if address is not None:
+            import kvstore
             from kvstore.connectors.llama_cpp import KvstoreCache, Settings, cached, connector_of
             from kvstore.connectors.llama_cpp_cache import Limits
 
+            # Patient, since what is asked here is whether an answer is right.
             limits = Limits(lookup_seconds=20.0, load_seconds=20.0, tokens_min=tokens_min)
             settings = Settings(limits=limits, salt=salt, digests=None)
-            import kvstore
-
-            # Patient, since what is asked here is whether an answer is right.
             store = kvstore.connect(address, lookup_seconds=20.0, bulk_seconds=20.0)
             if hook == "cached":
                 self.connector = connector_of(cached(self.llm, store, settings))
@@ -74,6 +74,11 @@ class Engine:
 
     def tokenize(self, text):
         return {"tokens": self.llm.tokenize(text.encode())}
+
+    def versions(self):
+        import llama_cpp
+
+        return {"versions": f"llama-cpp-python {llama_cpp.__version__}"}
 
     def loaded(self):
         return 0 if self.connector is None else self.connector.stats().loaded_tokens
