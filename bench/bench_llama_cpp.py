@@ -90,7 +90,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     rounds = []
     with tempfile.TemporaryDirectory() as folder, kvstore.open(None, host_bytes=512 * MIB) as embedded:
         address = f"unix://{folder}/kv.sock"
-        with start_sidecar(Path(folder) / "data", address, 512 * MIB, 512 * MIB) as sidecar:
+        with start_sidecar(Path(folder), address, 512 * MIB, 512 * MIB) as sidecar:
             sidecar.receive()
             stores = {"embedded": embedded, "sidecar": kvstore.connect(address, lookup_seconds=60.0, bulk_seconds=60.0)}
             first_token(llm, [1, 2, 3])
