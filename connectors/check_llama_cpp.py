@@ -18,7 +18,6 @@ from kvstore.connectors.llama_cpp_cache import Limits
 from kvstore.connectors.llama_cpp_model import kv_types
 from kvstore.connectors.llama_cpp_states import gives_back_what_it_takes
 from kvstore.errors import NoSpaceError
-from kvstore.quantities import format_size
 from kvstore.types import Root
 
 if TYPE_CHECKING:
@@ -88,8 +87,8 @@ def _engine() -> Finding:
 
 
 def _model_sentence(llm: Llama, model: str) -> str:
-    size = format_size(llama_cpp.llama_model_size(llm.model))
-    return f"{llm.metadata.get('general.architecture')} of {size} from {model}"
+    mebibytes = llama_cpp.llama_model_size(llm.model) / 2**20
+    return f"{llm.metadata.get('general.architecture')} of {mebibytes:,.0f} MiB from {model}"
 
 
 def _layout_sentence(llm: Llama) -> str:

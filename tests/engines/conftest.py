@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstore.demo.processes import start_sidecar
 
@@ -54,6 +52,9 @@ def gguf_model():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A folder with a Llama of random weights, spread so wide that no two tokens are equally likely."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(
