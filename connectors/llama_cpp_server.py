@@ -19,6 +19,7 @@ from llama_cpp.server.model import LlamaProxy
 
 from kvstore.config import read_secret
 from kvstore.connectors.llama_cpp import Settings, UnsupportedModelError, cached
+from kvstore.connectors.llama_cpp_cache import Limits
 from kvstore.transport.client import connect
 
 if TYPE_CHECKING:
@@ -45,13 +46,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kvstore-secret-file", metavar="FILE", help="holds the secret of the namespace")
     parser.add_argument("--kvstore-token-file", metavar="FILE", help="holds a token for a sidecar that asks for one")
     parser.add_argument("--kvstore-tls-ca", metavar="FILE", help="certificates to trust, for tls:// addresses")
+    parser.add_argument("--kvstore-lookup-seconds", metavar="N", type=float, default=Limits().lookup_seconds)
+    parser.add_argument("--kvstore-load-seconds", metavar="N", type=float, default=Limits().load_seconds)
     known, others = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(others):
         parser.print_help()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     secret = read_secret(Path(known.kvstore_secret_file)) if known.kvstore_secret_file else None
-    store = connect(known.kvstore, token_file=known.kvstore_token_file, tls_ca=known.kvstore_tls_ca)
-    cache_loaded_models(store, Settings(tenant=known.kvstore_tenant, secret=secret))
+    store = connect(
+        known.kvstore,
+        lookup_seconds=known.kvstore_lookup_seconds,
+        bulk_seconds=known.kvstore_load_seconds,
+        token_file=known.kvstore_token_file,
+        tls_ca=known.kvstore_tls_ca,
+    )
+    limits = Limits(lookup_seconds=known.kvstore_lookup_seconds, load_seconds=known.kvstore_load_seconds)
+    cache_loaded_models(store, Settings(tenant=known.kvstore_tenant, secret=secret, limits=limits))
     sys.argv[1:] = others
     serve()
 

@@ -25,6 +25,7 @@ MODEL = "SmolLM2-135M (Q4_1)"
 NEW_TOKENS = 6
 Q8_0 = 8  # ggml.h: GGML_TYPE_Q8_0
 START_SECONDS_MAX = 300.0
+ASKED_MAX = 5
 
 
 def prompt_of(length, seed):
@@ -207,19 +208,25 @@ def test_a_second_server_of_the_engine_finds_what_the_first_one_stored(
     for number in range(2):
         port, log = free_port(), tmp_path / f"{number}.log"
         command = [llama_cpp_python, "-P", "-m", "kvstore.connectors.llama_cpp_server", "--kvstore", address]
+        command += ["--kvstore-lookup-seconds", "20", "--kvstore-load-seconds", "20"]
         command += ["--model", gguf_model, "--n_ctx", "512", "--n_threads", "1", "--n_threads_batch", "1"]
         with log.open("ab") as file:
             process = subprocess.Popen([*command, "--port", str(port)], stdout=file, stderr=file, cwd=tmp_path)
         try:
-            assert complete(port, prompt, process, log)["choices"]
+            # The first prompts may come before the self-check has passed: they are computed, and not stored.
+            for _ in range(ASKED_MAX):
+                assert complete(port, prompt, process, log)["choices"]
+                with connect(address, control_seconds=30) as store:
+                    stats = store.stats()
+                hits.append(sum(stats.hit_tokens.values()))
+                if (number == 0 and stats.tiers["host"].blocks) or hits[-1]:
+                    break
         finally:
-            process.terminate()  # what is queued is stored before it ends
+            process.terminate()
             process.wait(60)
-        with connect(address, control_seconds=30) as store:
-            hits.append(sum(store.stats().hit_tokens.values()))
-        assert "kvstore serves llama.cpp" in log.read_text(errors="replace")
-    assert hits[0] == 0
-    assert hits[1] > 100
+        told = log.read_text(errors="replace")
+        assert "kvstore serves llama.cpp" in told
+        assert (number, hits[-1] > 100) in ((0, False), (1, True)), told[-3000:]
     record("the engine's own server")
 
 
