@@ -2,8 +2,9 @@
 
     python -m kvstore.connectors.llama_cpp_server --kvstore unix:///run/kvstore.sock --model model.gguf --n_ctx 8192
 
-The server loads models itself, also later, by name; each is cached as it is loaded. A model that cannot be is served
-as without kvstore, after one log line that says why.
+Unless told otherwise the server keeps no logits of prompts (`--logits_all`), which log-probabilities need, and with
+which each prompt is computed in full. The server loads models itself, also later, by name; each is cached as it is
+loaded. A model that cannot be is served as without kvstore, after one log line that says why.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     limits = Limits(lookup_seconds=known.kvstore_lookup_seconds, load_seconds=known.kvstore_load_seconds)
     cache_loaded_models(store, Settings(tenant=known.kvstore_tenant, secret=secret, limits=limits))
+    if not any(word.startswith(("--logits_all", "--config_file")) for word in others):
+        others += ["--logits_all", "false"]  # what the engine's server has on, and no prefix can be reused with
     sys.argv[1:] = others
     serve()
 
