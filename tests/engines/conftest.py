@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstore.demo.processes import start_sidecar
 
@@ -25,15 +23,38 @@ PATIENT = {"lookup_seconds": 20.0, "promote_seconds": 10.0, "bulk_seconds": 20.0
 
 @pytest.fixture(scope="session")
 def vllm_python():
-    python = Path(os.environ.get("KVSTORE_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    return python_of("vllm")
+
+
+def python_of(engine):
+    """The Python of an engine's venv, or of KVSTORE_<ENGINE>_PYTHON; the test is skipped where there is none."""
+    variable = f"KVSTORE_{engine.upper().replace('-', '_')}_PYTHON"
+    python = Path(os.environ.get(variable) or ROOT / f".venv-{engine}" / "bin" / "python")
     if not python.exists():
-        pytest.skip(f"there is no vLLM at {python}: make engines")
+        pytest.skip(f"there is no {engine} at {python}: make engine-{engine}")
     return python
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_python():
+    return python_of("llama-cpp")
+
+
+@pytest.fixture(scope="session")
+def gguf_model():
+    """SmolLM2-135M in 4 bits, which `make engine-llama-cpp` puts beside the engine."""
+    folder = Path(os.environ.get("KVSTORE_GGUF_FOLDER") or ROOT / ".venv-llama-cpp" / "model")
+    for path in sorted(folder.rglob("*.gguf")):
+        return path
+    pytest.skip(f"there is no model under {folder}: make engine-llama-cpp")
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A folder with a Llama of random weights, spread so wide that no two tokens are equally likely."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -55,11 +76,11 @@ def tiny_model(tmp_path_factory):
 class EngineProcess:
     """An engine that takes a command as a line of JSON and answers with one; see vllm_process.py."""
 
-    def __init__(self, python, options, folder):
+    def __init__(self, python, options, folder, script="vllm_process.py"):
         self.log = folder / f"engine-{os.urandom(4).hex()}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [python, "-P", Path(__file__).with_name("vllm_process.py"), json.dumps(options)],
+                [python, "-P", Path(__file__).with_name(script), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -109,6 +130,23 @@ def start_engine(vllm_python, tiny_model, tmp_path_factory):
                 }
             engine = EngineProcess(
                 vllm_python, options | {"skip_tokenizer_init": True}, tmp_path_factory.mktemp("engine")
+            )
+            stack.callback(engine.close)
+            assert engine.answer() == {"ready": True}
+            return engine
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_llama(llama_cpp_python, gguf_model, tmp_path_factory):
+    """Starts engines of llama.cpp, with a connector if an address is given; they end with the module."""
+    with ExitStack() as stack:
+
+        def start(**options):
+            options = {"model": str(gguf_model)} | options
+            engine = EngineProcess(
+                llama_cpp_python, options, tmp_path_factory.mktemp("llama"), script="llama_cpp_process.py"
             )
             stack.callback(engine.close)
             assert engine.answer() == {"ready": True}

@@ -169,7 +169,7 @@ def test_layers_with_a_window_are_shared_and_found_on_disk_after_a_kill(sidecar,
 
 
 @pytest.mark.kill
-@pytest.mark.engine
+@pytest.mark.slow
 def test_the_example_reuses_what_an_earlier_run_stored(sidecar, address):
     command = [sys.executable, "-P", str(EXAMPLE), "--address", address, "--patience", "30"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}

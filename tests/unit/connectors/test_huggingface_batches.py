@@ -17,8 +17,8 @@ NEW_TOKENS = 4
 CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}}
 MODELS = ["new_llama", "new_gpt2", "new_mistral", "new_gemma3"]
 # Where one model of each kind of layer tells most, the others are not in the core suite.
-FEWER_MODELS = ["new_llama", pytest.param("new_gpt2", marks=pytest.mark.engine)]
-FEWER_MODELS += [pytest.param("new_mistral", marks=pytest.mark.engine), "new_gemma3"]
+FEWER_MODELS = ["new_llama", pytest.param("new_gpt2", marks=pytest.mark.slow)]
+FEWER_MODELS += [pytest.param("new_mistral", marks=pytest.mark.slow), "new_gemma3"]
 # How far logits of about 20 may be apart that were computed in pieces of another size.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.3, torch.bfloat16: 2.0}
 
