@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # What is asked for on the command line, and where its checker is.
 CHECKERS = {
     "hf": "kvstore.connectors.check_huggingface:check",
+    "vllm": "kvstore.connectors.check_vllm:check",
 }
 
 
@@ -43,10 +44,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What is checked: a model in a folder (None: a tiny one made up), in blocks of so many tokens."""
+    """What is checked: a model in a folder (None: a tiny one made up), in blocks of so many tokens (None: as usual).
+
+    `engine_arguments` are further arguments of the engine's own command line, as one would write them in a shell.
+    """
 
     model: str | None = None
-    block_tokens: int = 16
+    block_tokens: int | None = None
+    engine_arguments: str = ""
 
 
 class Checker(Protocol):
