@@ -23,7 +23,7 @@ from kvstore.connectors.vllm import CONNECTOR
 from kvstore.connectors.vllm.fingerprint import has_weights
 from kvstore.connectors.vllm.layout import checkpoint_folder, describe_layout, rank_layout
 from kvstore.connectors.vllm.settings import VllmSettings, parse_settings
-from kvstore.errors import ConfigError, NoSpaceError
+from kvstore.errors import ConfigError, KvstoreError, NoSpaceError
 from kvstore.quantities import format_size
 from kvstore.types import Namespace
 
@@ -144,7 +144,7 @@ def _check_cache(config: Any, settings: VllmSettings, store: KvStore) -> Iterato
         return
     try:
         layout = describe_layout(config, cache_config(specs))
-    except UnsupportedModelError as error:
+    except KvstoreError as error:
         hint = f"; {_HYBRID_HINT}" if _works_without_hybrid_manager(config, specs) else ""
         yield Finding("layout", Verdict.FAILED, f"the KV of this model cannot be cached: {error}{hint}")
         return
@@ -294,7 +294,7 @@ def _one_rank(config: Any) -> Iterator[None]:
 def _works_without_hybrid_manager(config: Any, specs: dict[str, Any]) -> bool:
     try:
         describe_layout(config, cache_config(_unified(specs)))
-    except (UnsupportedModelError, ValueError, NotImplementedError):
+    except (KvstoreError, ValueError, NotImplementedError):
         return False
     return True
 
