@@ -7,6 +7,7 @@ is stored by itself: a path of one block. A call by the scheduler costs a look i
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import defaultdict
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -101,14 +102,15 @@ class Chunks:
         self._loads: dict[int, tuple[Job, Future[Outcome]]] = {}
         self._stores: dict[int, tuple[Job, Future[Outcome]]] = {}
         self._refused: list[Outcome] = []
-        # Both set once by the thread of lookups, the namespace first, and only read by others.
+        # Both set once by the thread below, the namespace first, and only read by others.
         self._namespace: Namespace | None = None
         self._check: SelfCheck | None = None
         self._lookup_thread = ThreadPool(1, "vllm-tier-lookup")
         self._load_threads = ThreadPool(LOAD_THREADS, "vllm-tier-load")
         self._store_thread = ThreadPool(1, "vllm-tier-store")
-        self._beginning = self._lookup_thread.submit(self._begin)
         self._finding: Future[None] | None = None
+        self._beginning = threading.Thread(target=self._begin, name="kvstore-vllm-tier-begin", daemon=True)
+        self._beginning.start()
 
     @property
     def soundness(self) -> Soundness:
@@ -123,7 +125,7 @@ class Chunks:
 
     def wait_checked(self, seconds: float) -> Soundness:
         """Wait until it is known whether the store can be used."""
-        wait([self._beginning], seconds)
+        self._beginning.join(seconds)
         return self.soundness if self._check is None else self._check.wait(seconds)
 
     def look_up(self, key: bytes, request_id: str) -> bool | None:
@@ -185,9 +187,9 @@ class Chunks:
         wait([future for _, future in (*self._loads.values(), *self._stores.values())])
 
     def close(self) -> None:
-        """Take no more work; what waits is dropped, what runs comes to its end."""
+        """Take no more work; what waits is dropped, and what runs is waited for, so that nothing touches the rows."""
         for threads in (self._lookup_thread, self._load_threads, self._store_thread):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=True, cancel_futures=True)
 
     def _ended(self, jobs: dict[int, tuple[Job, Future[Outcome]]], job_id: int) -> Outcome:
         job, future = jobs.pop(job_id)
@@ -197,7 +199,7 @@ class Chunks:
         return Outcome(job, ()) if future.cancelled() or error is not None else future.result()
 
     def _begin(self) -> None:
-        """On the thread of lookups: find out whose chunks these are, then whether the store can be used."""
+        """On a thread of its own: find out whose chunks these are, then whether the store can be used."""
         try:
             namespace = self._parts.namespace()
         except (KvstoreError, OSError) as error:

@@ -138,7 +138,6 @@ class KvstoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no ty
         """Leave the server."""
         if self._chunks is not None:
             self._chunks.close()
-            self._chunks.drain()
         if self._store is not None:
             self._store.close()
 

@@ -72,7 +72,6 @@ def tier_over(store, **named):
         yield tier
     finally:
         tier.chunks.close()
-        tier.chunks.drain()
 
 
 @pytest.fixture
@@ -179,8 +178,10 @@ class GatedStore:
         self.store = store
         self.gate = threading.Event()
         self.gate.set()
+        self.entered = threading.Event()
 
     def __getattr__(self, name):
+        self.entered.set()
         assert self.gate.wait(WAIT_SECONDS)
         return getattr(self.store, name)
 
@@ -196,6 +197,26 @@ def test_a_store_that_hangs_holds_up_no_call_of_the_scheduler(real_store):
         assert tier.chunks.look_up(key_of(1), "r") is None
         gated.gate.set()
         assert tier.has(key_of(1)) in (True, False)
+
+
+def test_closing_drops_what_waits_and_waits_for_what_runs(real_store):
+    gated = GatedStore(real_store)
+    tier = Tier(gated)
+    gated.gate.clear()
+    gated.entered.clear()
+    for job_id in range(4):
+        tier.chunks.store(Job(job_id, (key_of(job_id),), (0,)))
+    assert gated.entered.wait(WAIT_SECONDS)
+    closing = threading.Thread(target=tier.chunks.close)
+    closing.start()
+    waiting = [tier.chunks._stores[job_id][1] for job_id in (1, 2, 3)]
+    dropped = threading.Event()
+    waiting[-1].add_done_callback(lambda _: dropped.set())
+    assert dropped.wait(WAIT_SECONDS)
+    gated.gate.set()
+    closing.join(WAIT_SECONDS)
+    ended = {outcome.job.job_id: len(outcome.keys) for outcome in tier.chunks.take_outcomes()}
+    assert {0: 1, 1: 0, 2: 0, 3: 0} == ended
 
 
 steps = st.tuples(st.sampled_from(["store", "load", "forget"]), st.lists(st.integers(0, 7), min_size=1, max_size=5))
