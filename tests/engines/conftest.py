@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvstore.demo.processes import start_sidecar
 
 ROOT = Path(__file__).resolve().parents[2]
+VLLM = "vLLM 0.32.0 for the CPU, V1 model runner"
 HOST_BYTES, DISK_BYTES = 128 << 20, 256 << 20
 BLOCK_TOKENS = 32
 ANSWER_SECONDS_MAX = 600.0
@@ -29,6 +30,16 @@ def vllm_python():
     if not python.exists():
         pytest.skip(f"there is no vLLM at {python}: make engines")
     return python
+
+
+@pytest.fixture
+def record_vllm(record_support):
+    """Says what vLLM was shown to do with the tiny model, or another."""
+
+    def record(feature, layout="full attention", model="Llama"):
+        record_support("vllm", VLLM, layout=layout, feature=feature, model=model, dtype="float32")
+
+    return record
 
 
 @pytest.fixture(scope="session")
