@@ -14,7 +14,7 @@ MAX_TOKENS = 12
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.kill, pytest.mark.timeout(2400)]
 
 
-def test_a_second_engine_of_two_ranks_loads_what_the_first_stored(start_engine, start_server, new_address, record_vllm):
+def test_a_second_engine_of_two_ranks_loads_what_the_first_stored(start_engine, start_server, new_address):
     prompt = random.Random(2).choices(range(3, 500), k=300)
     engine = start_engine()
     expected = engine.ask("generate", prompts=[prompt], max_tokens=MAX_TOKENS)["tokens"]
@@ -30,7 +30,6 @@ def test_a_second_engine_of_two_ranks_loads_what_the_first_stored(start_engine, 
         wait_stored(address)
         engine.close()
     assert cached == [0, WHOLE_BLOCKS * 32]
-    record_vllm("two tensor-parallel ranks")
 
 
 def wait_stored(address):

@@ -128,7 +128,7 @@ def new_server(vllm_python, tiny_model, address, start_server, tmp_path_factory)
     return start
 
 
-def test_a_second_server_shows_the_hit_in_usage_log_and_metrics(new_server, record_vllm):
+def test_a_second_server_shows_the_hit_in_usage_log_and_metrics(new_server):
     prompt = random.Random(1).choices(range(3, 500), k=100)
     answers = []
     for is_second in (False, True):
@@ -145,4 +145,3 @@ def test_a_second_server_shows_the_hit_in_usage_log_and_metrics(new_server, reco
     assert tokens[0] == tokens[1]
     cached = [(answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers]
     assert cached == [0, 96]
-    record_vllm("OpenAI server: hits in usage, log and metrics")
