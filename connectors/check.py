@@ -23,6 +23,7 @@ CHECKERS = {
     "hf": "kvstore.connectors.check_huggingface:check",
     "sglang": "kvstore.connectors.check_sglang:check",
     "llama-cpp": "kvstore.connectors.check_llama_cpp:check",
+    "vllm": "kvstore.connectors.check_vllm:check",
 }
 
 
@@ -45,10 +46,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What is checked: a model in a folder or file (None: a tiny one made up), in blocks of so many tokens."""
+    """What is checked: a model in a folder or file (None: a tiny one made up), in so many tokens a block (None: as usual).
+
+    `engine_arguments` are further arguments of the engine's own command line, as one would write them in a shell.
+    """
 
     model: str | None = None
-    block_tokens: int = 16
+    block_tokens: int | None = None
+    engine_arguments: str = ""
 
 
 class Checker(Protocol):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # The versions that the test suite runs with; others from MINIMUM on are likely to do.
 TESTED = ("5.24",)
 MINIMUM = (5, 16)
+_BLOCK_TOKENS = 16
 _NEW_TOKENS = 4
 _PATIENT_SECONDS = 30.0
 
@@ -47,11 +48,12 @@ def check(options: CheckOptions, store: KvStore) -> Iterator[Finding]:
         yield Finding("model", Verdict.FAILED, f"{options.model}: {error}")
         return
     yield Finding("model", Verdict.OK, _model_sentence(model, options.model))
+    block_tokens = _BLOCK_TOKENS if options.block_tokens is None else options.block_tokens
     try:
         cached(
             model,
             store,
-            block_tokens=options.block_tokens,
+            block_tokens=block_tokens,
             lookup_seconds=_PATIENT_SECONDS,
             load_seconds=_PATIENT_SECONDS,
         )
@@ -59,7 +61,7 @@ def check(options: CheckOptions, store: KvStore) -> Iterator[Finding]:
         yield Finding("layout", Verdict.FAILED, f"the KV of this model cannot be cached: {error}")
         return
     try:
-        yield from _check_cached(model, store, options.block_tokens)
+        yield from _check_cached(model, store, block_tokens)
     finally:
         uncache(model)
 

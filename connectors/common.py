@@ -473,7 +473,7 @@ class CacheClient:
 
     def check(self, namespace: Namespace) -> bool | None:
         """Whether a random block, under a root that nobody else has, comes back byte for byte; None: no answer."""
-        return self._or(None, lambda: _gives_back_what_it_takes(self._store, namespace))
+        return self._or(None, lambda: gives_back_what_it_takes(self._store, namespace))
 
     def _or(self, miss: T, call: Callable[[], T]) -> T:
         try:
@@ -483,7 +483,8 @@ class CacheClient:
             return miss
 
 
-def _gives_back_what_it_takes(store: KvStore, namespace: Namespace) -> bool | None:
+def gives_back_what_it_takes(store: KvStore, namespace: Namespace) -> bool | None:
+    """Whether a random block, under a root that nobody else has, comes back byte for byte; None: there was no room."""
     layout = namespace.layout
     root = Root(salt=f"kvstore self-check {secrets.token_hex(16)}")
     tokens = unpacked_tokens(np.arange(layout.block_symbols, dtype=np.uint32).tobytes())

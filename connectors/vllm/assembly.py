@@ -38,7 +38,7 @@ class Assembly:
         transfer = vllm_config.kv_transfer_config
         self.settings = parse_settings(transfer.kv_connector_extra_config)
         self.layout = describe_layout(vllm_config, kv_cache_config)
-        self.store = _connect(self.settings)
+        self.store = connect(self.settings)
         self._counters = counters
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -117,7 +117,8 @@ def warn_of_settings(vllm_config: Any) -> None:  # noqa: ANN401  # vLLM's own cl
         )
 
 
-def _connect(settings: VllmSettings) -> Client:
+def connect(settings: VllmSettings) -> Client:
+    """A client of the server in the settings."""
     return kvstore.connect(
         settings.address,
         lookup_seconds=settings.lookup_seconds,

@@ -35,6 +35,11 @@ def model_fingerprint(path: str, detail: str) -> str:
     return _digest(files, b"kvstore.vllm.mdl", detail)
 
 
+def has_weights(path: str) -> bool:
+    """Whether there are files of weights under `path`."""
+    return any(file.suffix in WEIGHT_SUFFIXES for file in _files(path, _CONFIG_FILES, WEIGHT_SUFFIXES))
+
+
 class AdapterDigests:
     """Content digests of adapter folders, read again only when their files changed. Thread-safe, bounded."""
 

@@ -72,10 +72,10 @@ def find_revision(vllm_config: Any, version: str) -> str:  # noqa: ANN401  # vLL
     }
     detail = {"vllm": version, "dtype": str(model.dtype), "quantization": str(model.quantization), "config": config}
     text = json.dumps(detail, sort_keys=True, default=str)
-    return model_fingerprint(_checkpoint_folder(model.model, model.revision), text)
+    return model_fingerprint(checkpoint_folder(model.model, model.revision), text)
 
 
-def _checkpoint_folder(model: str, revision: str | None) -> str:
+def checkpoint_folder(model: str, revision: str | None) -> str:
     """Where the engine found its weights: the folder it was given, or the snapshot that it downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

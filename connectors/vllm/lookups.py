@@ -7,6 +7,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore.connectors.vllm.plan import PackedTokens
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,11 +21,13 @@ THREADS = 4
 class Lookup:
     """One request's lookup. Its answer is either taken, or abandoned: then its lease ends as soon as there is one.
 
+    `tokens`, `root` and `found_blocks` are for who asked once it is settled, and belong to the lookup until then.
     `_lock` guards the step at which the answer meets the one who no longer wants it.
     """
 
     def __init__(self, ends_at: float) -> None:
         self.ends_at = ends_at
+        self.tokens = PackedTokens()
         self.root: Root | None = None
         self.found_blocks = 0
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
 """What the scheduler's half of the connector tells the worker's half in each step. Knows no engine.
 
-Everything here is pickled once a step, so token ids travel as packed bytes.
+Everything here is pickled once a step where the workers are other processes, so token ids travel as packed bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,19 @@ TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPrefix:
+    """The leading `count` of the token ids in `pieces`, which are shared, not copied, until somebody wants numbers."""
+
+    pieces: tuple[bytes, ...] = field(repr=False)
+    count: int
+
+    def token_array(self) -> TokenArray:
+        """The tokens as numbers."""
+        whole = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
+        return np.frombuffer(whole, dtype=np.uint32)[: self.count]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockJob:
     """Load or store the blocks [first_block, first_block + len(block_ids)) of a prompt.
 
@@ -28,13 +41,9 @@ class BlockJob:
 
     request_id: str
     root: Root
-    tokens: bytes = field(repr=False)
+    tokens: PackedPrefix
     first_block: int
     block_ids: tuple[int, ...]
-
-    def token_array(self) -> TokenArray:
-        """The tokens as numbers."""
-        return np.frombuffer(self.tokens, dtype=np.uint32)
 
 
 @dataclass(slots=True)
@@ -48,25 +57,31 @@ class StepPlan:
 
 
 class PackedTokens:
-    """The token ids of one request, packed as they are learned. Never shrinks; knows each token once."""
+    """The token ids of one request, packed as they are learned. Never shrinks; knows each token once.
+
+    Packing costs 20 ns a token, handing out what is packed a look at each piece, so the long first piece is packed
+    beside a lookup and not by the scheduler.
+    """
 
     def __init__(self) -> None:
-        self._packed = array("I")
-        assert self._packed.itemsize == TOKEN_BYTES, "C's unsigned int has 32 bits on every platform of ours"
+        self._pieces: list[bytes] = []
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._packed)
+        return self._count
 
     def extend_to(self, tokens: Sequence[int], count: int) -> None:
         """Take over the tokens that are not known yet, up to `count` in all."""
-        known = len(self._packed)
-        if count > known:
-            self._packed.extend(tokens[known:count])
+        if count > self._count:
+            packed = array("I", tokens[self._count : count])
+            assert packed.itemsize == TOKEN_BYTES, "C's unsigned int has 32 bits on every platform of ours"
+            self._pieces.append(packed.tobytes())
+            self._count += len(packed)
 
-    def first(self, count: int) -> bytes:
+    def first(self, count: int) -> PackedPrefix:
         """The leading `count` tokens, which must be known."""
-        assert count <= len(self._packed), "only tokens that were taken over can be sent"
-        return self._packed[:count].tobytes()
+        assert count <= self._count, "only tokens that were taken over can be sent"
+        return PackedPrefix(tuple(self._pieces), count)
 
 
 def storable_blocks(computed_tokens: int, known_tokens: int, block_tokens: int) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.connectors.common import CacheClient, ConnectorCounters, Promise
     from kvstore.connectors.vllm.lookups import Lookup
+    from kvstore.connectors.vllm.plan import PackedPrefix
     from kvstore.connectors.vllm.settings import VllmSettings
     from kvstore.types import KvLayout, Namespace, PrefixMatch, Tier
 
@@ -43,7 +44,7 @@ class _Load:
 
     promise: Promise
     first_block: int
-    block_ids: frozenset[int]
+    block_ids: tuple[int, ...]
     failed: bool = False
 
 
@@ -148,7 +149,7 @@ class SchedulerSide:
         targets = tuple(block_ids[first : promise.blocks])
         tokens = self._tokens(tracked, promise.blocks * self._block_tokens)
         self._plan.loads.append(BlockJob(request.request_id, tracked.root, tokens, first, targets))
-        self._loads[request.request_id] = _Load(promise, first, frozenset(targets))
+        self._loads[request.request_id] = _Load(promise, first, targets)
 
     def hit_tiers(self, request: Any, external_tokens: int) -> dict[Tier, int]:  # noqa: ANN401
         """In which tiers the tokens that are being loaded lay when they were looked up."""
@@ -221,7 +222,7 @@ class SchedulerSide:
         """What the workers have ended: stores of held requests, loads, and blocks that could not be loaded."""
         self._held -= sent
         for request_id, load in self._loads.items():
-            load.failed = load.failed or not load.block_ids.isdisjoint(invalid_block_ids)
+            load.failed = load.failed or (bool(invalid_block_ids) and not invalid_block_ids.isdisjoint(load.block_ids))
             tracked = self._tracked.get(request_id)
             if load.failed and tracked is not None:
                 tracked.reads = False  # no second try: the engine computes it
@@ -261,14 +262,15 @@ class SchedulerSide:
         epoch, count = tracked.weights_epoch, blocks * self._block_tokens
 
         def find(lookup: Lookup) -> Promise | None:
-            tokens = request.all_token_ids[:count]  # only ever appended to, so these are what they were
+            lookup.tokens.extend_to(request.all_token_ids, count)  # only ever appended to, so these are what they were
             try:
                 root = lookup.root = root_of(request, parts.adapters, epoch)
             except (KvstoreError, OSError) as error:
                 parts.counters.count_failure(error)
                 return None
-            if not tokens:
+            if not count:
                 return None
+            tokens = lookup.tokens.first(count).token_array()
             match = parts.client.match(namespace, tokens, root=root, request_id=request.request_id)
             lookup.found_blocks = match.blocks
             return promise(match)
@@ -330,7 +332,8 @@ class SchedulerSide:
         tracked.stored_blocks = blocks
         tracked.has_stores = True
 
-    def _tokens(self, tracked: TrackedRequest, count: int) -> bytes:
+    @staticmethod
+    def _tokens(tracked: TrackedRequest, count: int) -> PackedPrefix:
         tracked.tokens.extend_to(tracked.request.all_token_ids, count)
         return tracked.tokens.first(count)
 
@@ -339,4 +342,6 @@ def _learn(tracked: TrackedRequest, lookup: Lookup) -> None:
     """Take over what a settled lookup found out."""
     if lookup.root is not None:
         tracked.root = lookup.root
+    if len(lookup.tokens) > len(tracked.tokens):
+        tracked.tokens = lookup.tokens
     tracked.stored_blocks = max(tracked.stored_blocks, lookup.found_blocks)

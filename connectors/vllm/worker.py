@@ -201,7 +201,7 @@ class WorkerSide:
         assert self._namespace is not None, "loads come behind the revision"
         end = job.first_block + len(job.block_ids)
         runs = (TierRun(Tier.HOST, end),)
-        match = PrefixMatch(self._namespace, job.root, job.token_array(), end, runs)
+        match = PrefixMatch(self._namespace, job.root, job.tokens.token_array(), end, runs)
         # Half of the rows for each thread: there is always a run for who asks.
         run = pool.take(min(len(job.block_ids), pool.count // LOAD_THREADS))
         assert run is not None, "no thread that loads holds more than its share"
@@ -255,7 +255,7 @@ class WorkerSide:
         try:
             if outcome is CopyOutcome.COPIED and self._is_sound:
                 end = (first + len(held.rows)) * self._parts.layout.block_tokens
-                tokens = job.token_array()[:end]
+                tokens = job.tokens.token_array()[:end]
                 self._parts.client.store(
                     self._namespace, tokens, held.rows, root=job.root, from_block=first, writer=self._parts.writer
                 )

@@ -23,7 +23,7 @@ _LOOKUP_SECONDS = 10.0
 
 def check(arguments: argparse.Namespace) -> int:
     """Check the engine against the sidecar, or with --embedded against a store in this process."""
-    options = CheckOptions(model=arguments.model, block_tokens=arguments.block_tokens)
+    options = CheckOptions(arguments.model, arguments.block_tokens, arguments.engine_arguments)
     with _open(arguments) as store:
         report = check_engine(arguments.engine, options, store, _store_finding(store, arguments))
     if arguments.json:

@@ -176,7 +176,10 @@ def _add_check(commands: Commands) -> None:
     check = _add(commands, "check", "check:check", "Whether an engine will work with kvstore; exit code 1 if not.")
     check.add_argument("engine", metavar="ENGINE", choices=sorted(CHECKERS), help=", ".join(sorted(CHECKERS)))
     check.add_argument("--model", metavar="PATH", help="folder or file of the model (default: a tiny one, made up)")
-    check.add_argument("--block-tokens", metavar="COUNT", type=int, default=16, help="tokens of a block (default 16)")
+    check.add_argument("--block-tokens", metavar="COUNT", type=int, help="tokens of a block (default: as usual)")
+    check.add_argument(
+        "--engine-arguments", metavar="TEXT", default="", help="more of the engine's own, as '--dtype bfloat16' of vllm"
+    )
     check.add_argument("--embedded", action="store_true", help="with a store in this process, without a sidecar")
     _add_sidecar(check)
     _add_json(check)

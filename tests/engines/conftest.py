@@ -14,6 +14,7 @@ import pytest
 from kvstore.demo.processes import start_sidecar
 
 ROOT = Path(__file__).resolve().parents[2]
+VLLM = "vLLM 0.32.0 for the CPU, V1 model runner"
 HOST_BYTES, DISK_BYTES = 128 << 20, 256 << 20
 BLOCK_TOKENS = 32
 ANSWER_SECONDS_MAX = 600.0
@@ -33,6 +34,16 @@ def python_of(engine):
     if not python.exists():
         pytest.skip(f"there is no {engine} at {python}: make engine-{engine}")
     return python
+
+
+@pytest.fixture
+def record_vllm(record_support):
+    """Says what vLLM was shown to do with the tiny model, or another."""
+
+    def record(feature, layout="full attention", model="Llama"):
+        record_support("vllm", VLLM, layout=layout, feature=feature, model=model, dtype="float32")
+
+    return record
 
 
 @pytest.fixture(scope="session")

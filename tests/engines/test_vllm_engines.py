@@ -93,7 +93,7 @@ NOTHING_LEFT = (1, 0, 0)
 
 
 def test_two_engines_answer_as_without_a_connector_and_the_second_loads_what_the_first_stored(
-    plain, first_engine, second_engine, address
+    plain, first_engine, second_engine, address, record_vllm
 ):
     first, second, expected, _ = plain
     for engine in (first_engine, second_engine):
@@ -114,18 +114,20 @@ def test_two_engines_answer_as_without_a_connector_and_the_second_loads_what_the
     # One count of each request, however often vLLM asked; and the self-checks, which count as none.
     assert stats.lookups == stored["lookups"] + loaded["lookups"]
     assert stored["lookups"] == sum(len(prompt) > BLOCK_TOKENS for prompt in first + second)
+    record_vllm("58 prompts and turns, generated tokens too, loaded by a second engine")
 
 
-def test_a_prompt_of_another_salt_is_not_found(plain, second_engine):
+def test_a_prompt_of_another_salt_is_not_found(plain, second_engine, record_vllm):
     prompt = plain[0][0]
     salted = generate(second_engine, [prompt], salts=["tenant-b"])
     assert salted["cached"] == [0]
     assert salted["tokens"] == [plain[2][0]]
+    record_vllm("cache salts")
 
 
 @pytest.mark.parametrize("pace", ["hasty", "patient"])
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_an_abort_at_any_step_leaves_nothing_held(plain, first_engine, second_engine, is_stored, pace):
+def test_an_abort_at_any_step_leaves_nothing_held(plain, first_engine, second_engine, is_stored, pace, record_vllm):
     # Beginnings of their own, so that the engine's own cache has nothing of them.
     prompts = [[100 + number, len(pace), 3 + is_stored, *plain[3]] for number in range(12)]
     if is_stored:
@@ -140,10 +142,11 @@ def test_an_abort_at_any_step_leaves_nothing_held(plain, first_engine, second_en
         assert (counts["loaded_tokens"] > before["loaded_tokens"]) is is_stored
         after = second_engine.ask("wait_stored")
         assert (after["stored_blocks"] > before["stored_blocks"]) is not is_stored
+    record_vllm("aborts at every step")
 
 
 @pytest.mark.parametrize("arriving", [0, 1, 3])
-def test_blocks_that_cannot_be_loaded_are_computed(plain, first_engine, second_engine, arriving):
+def test_blocks_that_cannot_be_loaded_are_computed(plain, first_engine, second_engine, arriving, record_vllm):
     prompts = [[7, arriving, number, *tokens_of(150, "cut short")] for number in range(3)]
     expected = generate(first_engine, prompts)["tokens"]
     first_engine.ask("wait_stored")
@@ -156,9 +159,10 @@ def test_blocks_that_cannot_be_loaded_are_computed(plain, first_engine, second_e
     counts = second_engine.ask("counts")
     assert counts["loaded_tokens"] - before == len(prompts) * arriving * BLOCK_TOKENS
     assert quiet(counts) == NOTHING_LEFT
+    record_vllm("loads that break off")
 
 
-def test_a_reset_of_the_cache_finds_nothing_of_before(plain, second_engine):
+def test_a_reset_of_the_cache_finds_nothing_of_before(plain, second_engine, record_vllm):
     prompt = tokens_of(100, "before the reset")
     expected = generate(second_engine, [prompt])["tokens"]
     second_engine.ask("wait_stored")
@@ -166,10 +170,11 @@ def test_a_reset_of_the_cache_finds_nothing_of_before(plain, second_engine):
     assert generate(second_engine, [prompt]) == {"tokens": expected, "cached": [96], "reasons": ["length"]}
     assert second_engine.ask("reset", connector=True) == {"reset": True}
     assert generate(second_engine, [prompt]) == {"tokens": expected, "cached": [0], "reasons": ["length"]}
+    record_vllm("new weights")
 
 
 def test_a_killed_server_changes_no_answer_and_its_disk_serves_after_a_restart(
-    plain, first_engine, start_server, server, address
+    plain, first_engine, start_server, server, address, record_vllm
 ):
     first, second, expected, _ = plain
     with kvstore.connect(address, lookup_seconds=10.0) as client:
@@ -186,6 +191,7 @@ def test_a_killed_server_changes_no_answer_and_its_disk_serves_after_a_restart(
     assert quiet(first_engine.ask("counts")) == NOTHING_LEFT
     start_server(address)
     generate_until_loaded(first_engine, first, expected[: len(first)])
+    record_vllm("server killed in mid-run, and started again")
 
 
 def generate_until_loaded(engine, prompts, expected):
@@ -200,7 +206,7 @@ def generate_until_loaded(engine, prompts, expected):
 
 
 def test_an_engine_that_preempts_answers_the_same_without_a_server_and_when_it_comes(
-    plain, start_engine, start_server, new_address
+    plain, start_engine, start_server, new_address, record_vllm
 ):
     first, second, expected, _ = plain
     address = new_address()
@@ -215,4 +221,5 @@ def test_an_engine_that_preempts_answers_the_same_without_a_server_and_when_it_c
     counts = engine.ask("counts")
     assert quiet(counts) == NOTHING_LEFT
     assert counts["preemptions"] > alone["preemptions"]
+    record_vllm("preemption")
     with_server.kill()

@@ -16,7 +16,7 @@ from kvstore.clock import SystemClock
 from kvstore.connectors.common import CacheClient, ConnectorCounters, UnsupportedModelError, Writer
 from kvstore.connectors.vllm.layout import rank_layout, rank_part
 from kvstore.connectors.vllm.pages import check_copies, engine_pages
-from kvstore.connectors.vllm.plan import BlockJob, StepPlan
+from kvstore.connectors.vllm.plan import BlockJob, PackedTokens, StepPlan
 from kvstore.connectors.vllm.scheduler import SchedulerParts, SchedulerSide
 from kvstore.connectors.vllm.settings import VllmSettings
 from kvstore.connectors.vllm.soundness import Soundness
@@ -392,7 +392,8 @@ def test_loads_that_cannot_be_begun_are_reported_as_failed(store, new_engine, mo
     side = engine.ranks[0].side
     engine.run("a", prompt_of(20))
     monkeypatch.setattr(side._threads, "submit", None)
-    plan = StepPlan("revision", loads=[BlockJob("b", Root(), b"", 0, (1, 2)), BlockJob("c", Root(), b"", 0, (3,))])
+    none = PackedTokens().first(0)
+    plan = StepPlan("revision", loads=[BlockJob("b", Root(), none, 0, (1, 2)), BlockJob("c", Root(), none, 0, (3,))])
     with pytest.raises(TypeError):
         side.start_loads(plan)
     assert (set(), {"b", "c"}) == side.take_finished()

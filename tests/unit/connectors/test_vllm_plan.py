@@ -31,7 +31,7 @@ def test_packed_tokens_hold_what_they_were_told_once(tokens, counts):
         packed.extend_to(tokens, count)
         known = tokens[: max(count, len(known))]
         job = BlockJob("r", Root(), packed.first(len(known)), 0, ())
-        assert known == pickle.loads(pickle.dumps(job)).token_array().tolist()
+        assert known == pickle.loads(pickle.dumps(job)).tokens.token_array().tolist()
 
 
 @settings(deadline=None)
