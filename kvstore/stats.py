@@ -87,3 +87,22 @@ class StoreStats:
     shortened_tokens: int = 0
     codecs: dict[str, CodecStats] = field(default_factory=dict)
     states: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStats:
+    """What a node and its directory told each other since the node's start.
+
+    `is_member` says whether its lease stood when it was last renewed. Boundaries are announced ones that it holds, and
+    ones that wait to be announced or withdrawn. `snapshots` are looks through the whole store, `failures` calls of the
+    directory that had no answer.
+    """
+
+    node: str = ""
+    is_member: bool = False
+    announced_boundaries: int = 0
+    waiting_boundaries: int = 0
+    announcements: int = 0
+    withdrawals: int = 0
+    snapshots: int = 0
+    failures: int = 0

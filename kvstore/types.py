@@ -355,6 +355,11 @@ class ScrubPage:
     next_after: int | None
 
 
+def boundary_step(announce_tokens: int, block_tokens: int) -> int:
+    """How many blocks there are from one boundary to the next: `announce_tokens`, rounded to whole blocks."""
+    return max(1, round(announce_tokens / block_tokens))
+
+
 def require_namespace(namespace: object) -> None:
     """Raise InvalidNamespaceError unless it is a Namespace: for interfaces that untyped callers use."""
     if not isinstance(namespace, Namespace):

@@ -346,6 +346,8 @@ def _event_to_proto(event: Event) -> block_pb2.Event:
         parent_key=event.parent_key,
         keys=b"".join(event.keys),
         last_copy=event.last_copy,
+        first_block=event.first_block,
+        block_tokens=event.block_tokens,
     )
 
 
@@ -360,6 +362,8 @@ def _event_from_proto(message: block_pb2.Event) -> Event:
         parent_key=message.parent_key,
         keys=tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)),
         last_copy=message.last_copy,
+        first_block=message.first_block,
+        block_tokens=message.block_tokens,
     )
 
 

@@ -15,6 +15,7 @@ from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError, Stor
 from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.stats import StoreStats, TierStats
+from kvstore.store.boundaries import boundaries
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
@@ -47,7 +48,7 @@ from kvstore.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from types import TracebackType
 
     from kvstore.clock import Clock
@@ -97,6 +98,11 @@ class Store:
         """The public name of a namespace; see kvstore.api.KvStore."""
         self._check_open()
         return self._index.namespace_id(namespace)
+
+    def block_keys(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> list[bytes]:
+        """The keys of a prompt's whole blocks, stored or not: what nodes call them among each other."""
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        return space.prompt_keys(root_key, prompt)[1:]
 
     def match(
         self,
@@ -394,6 +400,10 @@ class Store:
                 f"after={after}, limit={limit}, wait_seconds={wait_seconds}: expected at least 0, 1 and 0"
             )
         return self._index.events.read(after, limit, wait_seconds)
+
+    def boundaries(self, every_tokens: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Namespaces and keys of the blocks that end at a multiple of so many tokens; see boundaries.py."""
+        return boundaries(self._index, every_tokens)
 
     def flush(self) -> None:
         """Return when everything committed and admitted to disk is there."""

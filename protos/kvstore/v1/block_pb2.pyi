@@ -155,7 +155,7 @@ class TierRun(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("sequence", "kind", "ns_id", "root_key", "tier", "parent_key", "keys", "last_copy")
+    __slots__ = ("sequence", "kind", "ns_id", "root_key", "tier", "parent_key", "keys", "last_copy", "first_block", "block_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NS_ID_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,8 @@ class Event(_message.Message):
     PARENT_KEY_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LAST_COPY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     kind: EventKind
     ns_id: bytes
@@ -172,7 +174,9 @@ class Event(_message.Message):
     parent_key: bytes
     keys: bytes
     last_copy: bool
-    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., ns_id: _Optional[bytes] = ..., root_key: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., parent_key: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., last_copy: bool = ...) -> None: ...
+    first_block: int
+    block_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., ns_id: _Optional[bytes] = ..., root_key: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., parent_key: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., last_copy: bool = ..., first_block: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class EventPage(_message.Message):
     __slots__ = ("epoch", "events", "next_after", "gap")
