@@ -18,12 +18,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from kvstore.stats import ClusterStats
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client.metrics_core import Metric
 
     from kvstore.stats import StoreStats
+
 
 Sample = tuple[tuple[str, ...], float]
 
@@ -482,12 +485,62 @@ MEMORY_METRICS = (
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterMetric:
+    """One metric of a node's place in its cluster; fields as in StoreMetric."""
+
+    name: str
+    sentence: str
+    read: Callable[[ClusterStats], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+
+CLUSTER_METRICS = (
+    ClusterMetric(
+        "kvstore_cluster_member",
+        "1 while the directory has this node, 0 while it does not or does not answer.",
+        lambda cluster: _single(cluster.is_member),
+    ),
+    ClusterMetric(
+        "kvstore_cluster_announced_boundaries",
+        "Blocks at boundaries that this node holds and has told the directory of.",
+        lambda cluster: _single(cluster.announced_boundaries),
+    ),
+    ClusterMetric(
+        "kvstore_cluster_waiting_boundaries",
+        "Blocks at boundaries that the directory is still to be told of, or that they are gone.",
+        lambda cluster: _single(cluster.waiting_boundaries),
+    ),
+    ClusterMetric(
+        "kvstore_cluster_announcements_total",
+        "Entries written to the directory, repeated ones included.",
+        lambda cluster: _single(cluster.announcements),
+    ),
+    ClusterMetric(
+        "kvstore_cluster_withdrawals_total",
+        "Entries taken back from the directory.",
+        lambda cluster: _single(cluster.withdrawals),
+    ),
+    ClusterMetric(
+        "kvstore_cluster_snapshots_total",
+        "Looks through the whole store for what the directory is to be told.",
+        lambda cluster: _single(cluster.snapshots),
+    ),
+    ClusterMetric(
+        "kvstore_cluster_directory_failures_total",
+        "Calls of the directory that had no answer in time, or a refusal.",
+        lambda cluster: _single(cluster.failures),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Readers:
     """Where the numbers of a store and of the loop that serves it are read at each scrape."""
 
     stats: Callable[[], StoreStats]
     memory: Callable[[], MemoryState]
     loop_stalls: Callable[[], int]
+    cluster: Callable[[], ClusterStats] = ClusterStats
 
 
 class StoreCollector(Collector):
@@ -511,12 +564,15 @@ class StoreCollector(Collector):
         memory = self._readers.memory()
         for memory_metric in MEMORY_METRICS:
             yield _family(memory_metric, memory_metric.read(memory))
+        cluster = self._readers.cluster()
+        for cluster_metric in CLUSTER_METRICS:
+            yield _family(cluster_metric, cluster_metric.read(cluster))
         stats = self._readers.stats()
         for store_metric in STORE_METRICS:
             yield _family(store_metric, store_metric.read(stats))
 
 
-def _family(metric: StoreMetric | ProcessMetric | MemoryMetric, samples: Iterable[Sample]) -> Metric:
+def _family(metric: StoreMetric | ProcessMetric | MemoryMetric | ClusterMetric, samples: Iterable[Sample]) -> Metric:
     kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
     family = kind(metric.name, metric.sentence, labels=metric.labels)
     for labels, value in samples:
@@ -526,7 +582,7 @@ def _family(metric: StoreMetric | ProcessMetric | MemoryMetric, samples: Iterabl
 
 def metric_names() -> tuple[str, ...]:
     """Every metric of ours, as scraped."""
-    declared = (*PROCESS_METRICS, *MEMORY_METRICS, *STORE_METRICS)
+    declared = (*PROCESS_METRICS, *MEMORY_METRICS, *CLUSTER_METRICS, *STORE_METRICS)
     return (BUILD_INFO, LOOP_STALLS, CALL_SECONDS, *(metric.name for metric in declared))
 
 

@@ -26,6 +26,9 @@ SERVE_FLAGS = {
     "tls_key": "tls.key",
     "tls_client_ca": "tls.client_ca",
     "access_file": "auth.file",
+    "cluster": "cluster.directory",
+    "node": "cluster.node",
+    "advertise": "cluster.advertise",
 }
 
 # Those of all commands that ask a sidecar.
@@ -70,6 +73,9 @@ def _add_serve(commands: Commands) -> None:
     serve.add_argument("--tls-key", metavar="FILE", help="its key")
     serve.add_argument("--tls-client-ca", metavar="FILE", help="the CA of client certificates")
     serve.add_argument("--access-file", metavar="FILE", help="who gets in: hashes of tokens, names of certificates")
+    serve.add_argument("--cluster", metavar="URL", help="the directory that nodes share, such as valkey://host:6379")
+    serve.add_argument("--node", metavar="NAME", help="what this node is called (default: kept in the data directory)")
+    serve.add_argument("--advertise", metavar="ADDRESS[,ADDRESS]", help="where peers reach it (default: --listen)")
     _add_set(serve)
 
 

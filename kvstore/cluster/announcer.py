@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.cluster.announcements import Announcements
@@ -13,7 +13,7 @@ from kvstore.errors import ClosedError, DirectoryUnavailableError, NodeNameTaken
 from kvstore.stats import ClusterStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.cluster.directory import Membership, NodeProfile
@@ -97,9 +97,12 @@ class Announcer:
         """Say who this node is, before the first turn."""
         self._profile = profile
 
-    def start(self) -> None:
-        """Take part from now on. A directory that does not answer is asked again and again."""
+    def start(self, addresses: Sequence[str], capacities: Mapping[str, int]) -> None:
+        """Take part from now on, with the bytes of each tier. A directory that does not answer is asked again."""
         assert self._thread is None, "it is started once"
+        assert self._profile is not None, "it was said who this node is"
+        host_bytes, disk_bytes = capacities.get("host", 0), capacities.get("disk", 0)
+        self._profile = replace(self._profile, addresses=tuple(addresses), host_bytes=host_bytes, disk_bytes=disk_bytes)
         self._thread = threading.Thread(target=self._run, name="kvstore-announcer", daemon=True)
         self._thread.start()
 

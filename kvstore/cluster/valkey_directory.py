@@ -70,7 +70,7 @@ class ValkeyDirectory:
         self._profile: NodeProfile | None = None
         self._node: Node | None = None
         self._marks: dict[int, int] = {}  # of the groups that this node has written to; only its own thread uses them
-        self._lost: set[int] = set()
+        self._is_lost = False  # what it wrote to some group is not there
         self._turn = 0
 
     def join(self, profile: NodeProfile) -> Node:
@@ -85,9 +85,8 @@ class ValkeyDirectory:
             profile.disk_bytes,
             queue=0,
         )
-        self._marks.clear()
-        self._node = self._take(node, is_start=True)
-        self._lost.clear()
+        self._node = self._take(node, wanted=None, is_start=True)
+        self._forget_marks()
         self._look()
         return self._node
 
@@ -105,16 +104,17 @@ class ValkeyDirectory:
         )
         groups = self._next_groups()
         if not self._link.probe([renewed])[0]:
-            taken = self._take(node, is_start=False)
-            if taken.slot != node.slot:
-                self._marks.clear()
-                self._lost |= ALL_GROUPS
-            node, groups = taken, ALL_GROUPS
+            node, groups = self._take(node, wanted=node.slot), ALL_GROUPS
+        if node.slot == self._joined().slot:
+            self._tell([(group, []) for group in sorted(groups)], announces=False)
+            if self._is_lost:
+                node = self._take(node, wanted=None)
+        is_new = node.slot != self._joined().slot
         self._node = node
-        self._tell([(group, []) for group in sorted(groups)], announces=False)
+        if is_new:
+            self._forget_marks()
         self._look()
-        lost, self._lost = frozenset(self._lost), set()
-        return Renewal(node, lost)
+        return Renewal(node, ALL_GROUPS if is_new else frozenset())
 
     def announce(self, keys: Sequence[bytes]) -> None:
         """Say what this node holds; see Membership."""
@@ -167,8 +167,12 @@ class ValkeyDirectory:
         held, left_ms = self._link.run_all([("GET", name), ("PTTL", name)])
         return left_ms / 1000 if held and left_ms > 0 and self._is_alive(_text(held)) else None
 
-    def _take(self, node: Node, *, is_start: bool) -> Node:
-        """Take a lease, with the slot that the node had if it is still there for it."""
+    def _forget_marks(self) -> None:
+        self._marks.clear()
+        self._is_lost = False
+
+    def _take(self, node: Node, *, wanted: int | None, is_start: bool = False) -> Node:
+        """Take a lease, with the wanted slot if that is still there for this node."""
         assert self._profile is not None, "who has a node has a profile"
         command = script_command(
             scripts.JOIN,
@@ -180,7 +184,7 @@ class ValkeyDirectory:
             self._lease_text(node),
             self._times.lease_ms,
             self._times.reissue_ms,
-            "" if is_start else node.slot,
+            "" if wanted is None else wanted,
             "1" if is_start else "0",
         )
         answer = self._link.probe([command])[0]
@@ -204,12 +208,11 @@ class ValkeyDirectory:
             try:
                 answers = self._link.run_all(commands)
             except DirectoryUnavailableError:
-                self._lost.update(group for group, _ in some)  # what of it was done is not known
-                for group, _ in some:
+                for group, _ in some:  # what of it was done is not known
                     self._marks.pop(group, None)
                 raise
-            pairs = zip(some, expected, answers, strict=True)
-            self._lost.update(group for (group, _), mark, answer in pairs if mark is not None and not answer)
+            pairs = zip(expected, answers, strict=True)
+            self._is_lost |= any(mark is not None and not answer for mark, answer in pairs)
 
     def _tell_command(self, group: int, keys: Sequence[bytes], *, announces: bool) -> Command:
         buckets: defaultdict[str, list[bytes]] = defaultdict(list)

@@ -16,7 +16,8 @@ some 20 bytes an entry, and groups lie on all shards of a Valkey Cluster. A buck
 last word about any of its keys; the first word in a period drops what was not said again for more than two. A period
 is half of `entry_seconds`, and each node says all of it once a period.
 
-A mark that is not what its node last wrote tells it that the group was lost, or brought back from some earlier time.
+A mark that is not what its node last wrote tells it that the group was lost, or brought back from some earlier time. It
+takes another slot then, so that nothing of its old one counts that came back, and says all of what it holds again.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ if before then
   local lease = redis.call('GET', prefix .. before)
   if lease then
     local other = cjson.decode(lease)
-    if other.incarnation ~= incarnation then
-      if ARGV[9] ~= '1' or other.identity ~= identity then return 'taken' end
+    local is_mine = other.incarnation == incarnation
+    if not is_mine and (ARGV[9] ~= '1' or other.identity ~= identity) then return 'taken' end
+    if not is_mine or before ~= ARGV[8] then
       redis.call('DEL', prefix .. before)
       redis.call('ZADD', ends, now + reissue_ms, before)
     end
