@@ -24,6 +24,7 @@ import uvloop
 from kvstore import __version__
 from kvstore.clock import SystemClock
 from kvstore.cluster.assembly import node_profile, open_announcer, open_membership
+from kvstore.cluster.locate import NodeView
 from kvstore.config import Config, read_secret
 from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
@@ -83,7 +84,8 @@ def run(config: Config, *, ready: TextIO) -> None:
         membership = open_membership(config.cluster, clock)
         store = stack.enter_context(_open(config))
         announcer = open_announcer(config.cluster, store, membership, clock)
-        announcer.enter(node_profile(config.cluster, config.data_dir))
+        profile = node_profile(config.cluster, config.data_dir)
+        announcer.enter(profile)
         stack.callback(announcer.stop)
         calls = CallMetrics()
         server = TransportServer(
@@ -94,6 +96,7 @@ def run(config: Config, *, ready: TextIO) -> None:
             observer=calls,
             security=security,
             bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
+            cluster=NodeView(store, membership, profile.name, config.cluster.announce_tokens),
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats)

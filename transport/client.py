@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.transport.bulk_client import BulkStatus
     from kvstore.transport.link import ArenaStatus, Link
     from kvstore.transport.plans import Plan
-    from kvstore.types import Namespace, Pin, Root, ScrubPage, Tier, TokenArray, Verification
+    from kvstore.types import Namespace, Node, NodeMatch, Pin, Root, ScrubPage, Tier, TokenArray, Verification
     from kvstore.v1 import cache_service_pb2 as pb
 
 R = TypeVar("R", bound="Message")
@@ -226,6 +226,14 @@ class Client:
     def scrub(self, *, after: int = 0, limit_bytes: int = SCRUB_BYTES) -> ScrubPage:
         """Have the server read some of what lies on its disk: at most 64 MiB at a time, whatever the limit."""
         return self._run(plans.scrub(after, limit_bytes))
+
+    def nodes(self) -> tuple[str, tuple[Node, ...]]:
+        """What the server's node is called, and the living nodes of its cluster."""
+        return self._run(plans.list_nodes())
+
+    def locate(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> tuple[NodeMatch, ...]:
+        """How much of a prompt each living node holds, the most first; see kvstore.cluster.routing."""
+        return self._run(plans.locate(namespace, tokens, root))
 
     def status(self) -> ServerStatus:
         """Whether the server takes calls, and its version."""

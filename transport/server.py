@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.arena_service import ArenaUse
     from kvstore.transport.bulk_rows import BulkEngineHost
+    from kvstore.transport.cluster_view import ClusterView
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
     from kvstore.transport.listen import PortServer
     from kvstore.transport.security import Security
@@ -72,6 +73,7 @@ class TransportServer:
         observer: CallObserver | None,
         security: Security | None = None,
         bulk_engine: BulkEngineHost | None = None,
+        cluster: ClusterView | None = None,
     ) -> None:
         self._listen = [parse_address(text) for text in listen]
         self._limits = limits
@@ -79,6 +81,7 @@ class TransportServer:
         access, clock = self._security.access, self._security.clock
         self._state = ServiceState(store, secrets, limits, access, clock)
         self._state.bulk_engine = bulk_engine
+        self._state.cluster = cluster
         self._admission = Admission(access, self._state.tenants)
         self._root = CallRoot(observer, self._admission)
         self._reloader = Reloader(self._security.reloadables(), clock)

@@ -8,8 +8,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.directory import ALL_GROUPS, HOLDERS_MAX, SLOTS_MAX, Node, Renewal
+from kvstore.cluster.directory import ALL_GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal
 from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
+from kvstore.types import Node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,10 +11,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.cluster import valkey_scripts as scripts
-from kvstore.cluster.directory import ALL_GROUPS, GROUPS, HOLDERS_MAX, SLOTS_MAX, Node, Renewal, key_group
+from kvstore.cluster.directory import ALL_GROUPS, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
 from kvstore.cluster.memory_directory import name_taken
 from kvstore.cluster.valkey_link import script_command
 from kvstore.errors import DirectoryUnavailableError
+from kvstore.types import Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
