@@ -18,7 +18,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full engines test-engines bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full test-cluster engines test-engines bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-full     the same with the slow tests'
 	@echo 'make engines       .venv-vllm with vLLM for the CPU; 3.4 GiB, minutes'
 	@echo 'make test-engines  tests with the real engines that make engines has installed'
+	@echo 'make test-cluster  nodes that share a directory, and what becomes of it when parts fail'
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
@@ -73,6 +74,10 @@ $(VLLM_STAMP): pyproject.toml $(NATIVE)
 	$(VLLM_PIP) install --quiet --group build
 	$(VLLM_PIP) install --quiet --no-build-isolation --editable .
 	@touch $@
+
+# Nodes as processes, and Valkey or Redis that is killed, stopped, emptied and set back: slow ones included.
+test-cluster: dev
+	$(BIN)/pytest tests/cluster $(PYTEST_ARGS)
 
 test-engines: dev
 	$(BIN)/pytest tests/engines -m engine $(PYTEST_ARGS)
