@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.events import EventPage
+    from kvstore.nodes import Node, NodeMatch
     from kvstore.stats import StoreStats
     from kvstore.tokens import Tokens
     from kvstore.transport.breaker import BreakerStatus
     from kvstore.transport.bulk_client import BulkStatus
     from kvstore.transport.link import ArenaStatus, Link
     from kvstore.transport.plans import Plan
-    from kvstore.types import Namespace, Node, NodeMatch, Pin, Root, ScrubPage, Tier, TokenArray, Verification
+    from kvstore.types import Namespace, Pin, Root, ScrubPage, Tier, TokenArray, Verification
     from kvstore.v1 import cache_service_pb2 as pb
 
 R = TypeVar("R", bound="Message")

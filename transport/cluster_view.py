@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.nodes import Node, NodeMatch
     from kvstore.tokens import Tokens
-    from kvstore.types import Namespace, Node, NodeMatch, Root
+    from kvstore.types import Namespace, Root
 
 
 class ClusterView(Protocol):

@@ -12,6 +12,7 @@ from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidName
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
 from kvstore.layer_groups import FIELD_BYTES_MAX, Recurrent, SequenceState, SlidingWindow
+from kvstore.nodes import Node, NodeMatch
 from kvstore.stats import StoreStats, TierStats, WhatIf
 from kvstore.tokens import packed_tokens, unpacked_tokens
 from kvstore.types import (
@@ -19,8 +20,6 @@ from kvstore.types import (
     CommitResult,
     KvLayout,
     Namespace,
-    Node,
-    NodeMatch,
     Pin,
     Root,
     StateSize,

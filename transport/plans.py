@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.events import EventPage
+    from kvstore.nodes import Node, NodeMatch
     from kvstore.stats import StoreStats
     from kvstore.tokens import Tokens
-    from kvstore.types import Namespace, Node, NodeMatch, Pin, PrefixMatch, Root, Tier, TokenArray
+    from kvstore.types import Namespace, Pin, PrefixMatch, Root, Tier, TokenArray
 
 R = TypeVar("R", bound="Message")
 T = TypeVar("T")
@@ -229,7 +230,7 @@ def locate(
     namespace: Namespace, tokens: Tokens, root: Root | None
 ) -> Plan[admin_pb.LocateResponse, tuple[NodeMatch, ...]]:
     """Say where a prompt lies."""
-    prompt = as_token_array(tokens)
+    prompt = as_prompt(namespace, tokens)
 
     def of_session(session_id: bytes, ns_id: bytes) -> Message:
         return admin_pb.LocateRequest(session_id=session_id, prompt=convert.prompt_to_proto(ns_id, root, prompt))

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.events import Event, EventPage
+    from kvstore.nodes import NodeMatch
     from kvstore.stats import StoreStats
     from kvstore.transport.client import Client
-    from kvstore.types import NodeMatch, PrefixMatch
+    from kvstore.types import PrefixMatch
 
 _FOLLOW_SECONDS = 2.0
 # People wait longer than engines.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.cluster.directory import key_group
 from kvstore.events import EventKind
-from kvstore.types import boundary_step
+from kvstore.nodes import boundary_step
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

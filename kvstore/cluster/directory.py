@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.types import Node as Node  # noqa: TC001  # offered here, to those who speak of directories
+from kvstore.nodes import Node as Node  # noqa: TC001  # offered here, to those who speak of directories
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.types import NodeMatch, Tier, boundary_step
+from kvstore.nodes import NodeMatch, boundary_step
+from kvstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.cluster.directory import Directory
+    from kvstore.nodes import Node
     from kvstore.tokens import Tokens
-    from kvstore.types import Namespace, Node, PrefixMatch, Root
+    from kvstore.types import Namespace, PrefixMatch, Root
 
 _FIRST_READ = 8  # boundaries; each further read is of twice as many, to the end of what anybody holds
 

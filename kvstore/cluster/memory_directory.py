@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.cluster.directory import ALL_GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal
 from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
-from kvstore.types import Node
+from kvstore.nodes import Node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from kvstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvstore.types import NodeMatch
+    from kvstore.nodes import NodeMatch
 
 
 @dataclass(frozen=True, slots=True)

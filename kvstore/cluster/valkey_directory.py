@@ -15,7 +15,7 @@ from kvstore.cluster.directory import ALL_GROUPS, GROUPS, HOLDERS_MAX, SLOTS_MAX
 from kvstore.cluster.memory_directory import name_taken
 from kvstore.cluster.valkey_link import script_command
 from kvstore.errors import DirectoryUnavailableError
-from kvstore.types import Node
+from kvstore.nodes import Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

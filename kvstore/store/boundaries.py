@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import hashing
+from kvstore.nodes import boundary_step
 from kvstore.tiers.persistent import KeepingTier
-from kvstore.types import boundary_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -4,7 +4,8 @@ import pytest
 
 from kvstore.cluster.routing import RoutingPolicy, choose_node
 from kvstore.errors import InvalidArgumentError
-from kvstore.types import Node, NodeMatch, Tier
+from kvstore.nodes import Node, NodeMatch
+from kvstore.types import Tier
 
 
 def located(**tokens_by_node: object) -> list[NodeMatch]:
