@@ -498,7 +498,7 @@ CLUSTER_METRICS = (
     ClusterMetric(
         "kvstore_cluster_member",
         "1 while the directory has this node, 0 while it does not or does not answer.",
-        lambda cluster: _single(cluster.is_member),
+        lambda cluster: _single(int(cluster.is_member)),
     ),
     ClusterMetric(
         "kvstore_cluster_announced_boundaries",

@@ -111,11 +111,15 @@ LOOK = (
     _NOW
     + """
 local found = {}
-for _, slot in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now + tonumber(ARGV[2]), '+inf')) do
-  local lease = redis.call('GET', ARGV[1] .. slot)
-  if lease then
-    found[#found + 1] = slot
-    found[#found + 1] = lease
+local slots = redis.call('ZRANGEBYSCORE', KEYS[1], now + tonumber(ARGV[2]), '+inf')
+for first = 1, #slots, 1000 do
+  local keys = {}
+  for at = first, math.min(first + 999, #slots) do keys[#keys + 1] = ARGV[1] .. slots[at] end
+  for at, lease in ipairs(redis.call('MGET', unpack(keys))) do
+    if lease then
+      found[#found + 1] = slots[first + at - 1]
+      found[#found + 1] = lease
+    end
   end
 end
 return found
