@@ -35,9 +35,9 @@ REPEATS = 100
 BATCH = 1024
 
 
-def opened(server: ValkeyServer) -> ValkeyDirectory:
+def opened(server: ValkeyServer, lease_seconds: float = 3600.0) -> ValkeyDirectory:
     link = ValkeyLink(parse_valkey_address(server.url), LinkOptions(timeout_seconds=30.0), SystemClock())
-    return ValkeyDirectory(link, "kvstore", DirectoryTimes(lease_seconds=3600.0), SystemClock())
+    return ValkeyDirectory(link, "kvstore", DirectoryTimes(lease_seconds=lease_seconds), SystemClock())
 
 
 def told(server: ValkeyServer, section: str, name: str) -> float:
@@ -90,6 +90,7 @@ def measure(nodes: int, holders: int) -> dict[str, object]:
             other.join(NodeProfile(f"other-{number}", b"i" * 16, ("tls://node.example:7070",)))
             other.close()
         read = [dice.choice(keys) for _ in range(READ_KEYS)]
+        looker = opened(server, lease_seconds=0.0)  # what it knows is always too old
         row = {
             "nodes": nodes,
             "holders_of_each": holders,
@@ -98,9 +99,10 @@ def measure(nodes: int, holders: int) -> dict[str, object]:
             "bytes_in_all": round(entry_bytes * distinct * holders * GROUPS),
             "announce_cpu_us": announce,
             "read_cpu_us": cpu_us(server, REPEATS * READ_KEYS, lambda: repeat(lambda: members[0].holders(read))),
+            "look_cpu_us": cpu_us(server, REPEATS, lambda: repeat(looker.nodes)),
             "renew_cpu_us": cpu_us(server, REPEATS, lambda: repeat(lambda: members[0].renew(0))),
         }
-        for member in members:
+        for member in (*members, looker):
             member.close()
         return row
 
