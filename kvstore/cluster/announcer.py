@@ -125,8 +125,8 @@ class Announcer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread runs, or was not started yet."""
-        return self._thread is None or self._thread.is_alive()
+        """Whether its thread runs, was not started yet, or was stopped."""
+        return self._thread is None or self._has_ended.is_set() or self._thread.is_alive()
 
     def stats(self) -> ClusterStats:
         """What it did so far; numbers of one moment each."""

@@ -321,8 +321,9 @@ def _batches(keys: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
 
 
 def _slots(value: bytes | None) -> Iterator[int]:
-    """The slots of the three-byte holders of an entry."""
-    return (value[at] << 8 | value[at + 1] for at in range(0, len(value or b"") - 2, 3)) if value else iter(())
+    """The slots of an entry, which has three bytes for each holder; none where there is no entry."""
+    holders = value or b""
+    return (holders[at] << 8 | holders[at + 1] for at in range(0, len(holders) - 2, 3))
 
 
 def _node(slot: int, text: bytes) -> Node:
