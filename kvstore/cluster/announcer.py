@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
 _EVENTS_MAX = 1000  # in one page
+_PAGES_MAX = 64  # in one turn
+LOOK_SECONDS_MIN = 5.0  # from one look through the store to the next, however often the log drops events
 _KEYS_MAX = 1024  # in one call
 _CALLS_MAX = 16  # in one turn, so that the lease and the events have theirs
 _STOP_SECONDS = 2.0  # for withdrawing all at the end
@@ -88,7 +90,8 @@ class Announcer:
         self._period = settings.entry_seconds / 2
         self._begun_at = clock.monotonic()
         self._repeated = 0  # groups that were told again since then
-        self._look_at = self._begun_at + self._period
+        self._look_at = self._begun_at  # the store is looked through then in any case,
+        self._look_from = self._begun_at  # and from then on if events were lost
         self._announced = self._withdrawn = self._snapshots = self._failures = 0
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -144,9 +147,11 @@ class Announcer:
     def turn(self) -> None:
         """Do what is due now: renew, follow the store, tell. Never waits but for the directory, which is bounded."""
         self._keep_lease()
-        if self._is_adrift or self._clock.monotonic() >= self._look_at:
+        now = self._clock.monotonic()
+        if now >= self._look_at or (self._is_adrift and now >= self._look_from):
             self._take_snapshot()
-        self._follow()
+        if not self._is_adrift:
+            self._follow()
         self._announcements.mature(self._clock.monotonic())
         if self._is_in:
             self._repeat()
@@ -199,10 +204,11 @@ class Announcer:
         self._announcements.end_snapshot()
         self._snapshots += 1
         self._is_adrift = False
+        self._look_from = self._clock.monotonic() + LOOK_SECONDS_MIN
         self._look_at = self._clock.monotonic() + self._period
 
     def _follow(self) -> None:
-        while True:
+        for _ in range(_PAGES_MAX):
             page = self._store.events(after=self._after, limit=_EVENTS_MAX)
             if page.gap or page.epoch != self._epoch:
                 self._is_adrift = True

@@ -14,7 +14,7 @@ import pytest
 
 import kvstore
 from kvstore.clock import SystemClock
-from kvstore.cluster.announcer import Announcer, AnnounceSettings
+from kvstore.cluster.announcer import LOOK_SECONDS_MIN, Announcer, AnnounceSettings
 from kvstore.cluster.directory import NodeProfile
 from kvstore.cluster.valkey_address import parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
@@ -268,6 +268,8 @@ def test_events_that_were_lost_are_made_up_for_by_a_look_at_the_store(valkey: Va
     for number in range(10):
         node.store.evict(NAMESPACE, prompt(number))
     node.announcer.turn()
+    assert 1 == node.announcer.stats().snapshots, "not again at once, however often events are lost"
+    node.clock.advance(LOOK_SECONDS_MIN)
     node.announcer.turn()
     slot = node.directory.nodes()[0].slot
     assert 2 == node.announcer.stats().snapshots
