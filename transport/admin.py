@@ -7,14 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.api import SCRUB_BYTES
-from kvstore.errors import NoSpaceError, UnavailableError
+from kvstore.errors import NoSpaceError
 from kvstore.transport import convert
 from kvstore.transport.principal import caller
 from kvstore.types import Verification
 from kvstore.v1 import admin_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from kvstore.transport.cluster_view import ClusterView
     from kvstore.transport.state import ServiceState
     from kvstore.types import Namespace
 
@@ -86,8 +85,10 @@ class AdminService:
         return pb.ScrubResponse(**asdict(page))
 
     async def list_nodes(self, _request: pb.ListNodesRequest) -> pb.ListNodesResponse:
-        """The living nodes."""
-        cluster = self._cluster()
+        """The living nodes; none of a server that knows no cluster."""
+        cluster = self._state.cluster
+        if cluster is None:
+            return pb.ListNodesResponse()
         nodes = await self._state.short.run(cluster.nodes)
         return pb.ListNodesResponse(node_name=cluster.node_name, nodes=[convert.node_to_proto(node) for node in nodes])
 
@@ -96,13 +97,11 @@ class AdminService:
         namespace = self._namespace(request.session_id, request.prompt.ns_id)
         tokens = convert.tokens_from_proto(request.prompt.tokens)
         root = convert.root_from_proto(request.prompt.root)
-        found = await self._state.short.run(partial(self._cluster().locate, namespace, tokens, root))
+        cluster = self._state.cluster
+        if cluster is None:
+            return pb.LocateResponse()
+        found = await self._state.short.run(partial(cluster.locate, namespace, tokens, root))
         return pb.LocateResponse(matches=[convert.node_match_to_proto(match) for match in found])
-
-    def _cluster(self) -> ClusterView:
-        if self._state.cluster is None:
-            raise UnavailableError("this server knows no cluster; ask one that `kvstore serve` runs")
-        return self._state.cluster
 
     def _namespace(self, session_id: bytes, ns_id: bytes) -> Namespace:
         return self._state.sessions.get(session_id).namespace(ns_id)
