@@ -47,6 +47,23 @@ class CodecStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerStats:
+    """What a node has brought from its peers since the start.
+
+    `fetches` are by outcome, `choices` count what was decided about prompts that were not all here: fetch, recompute,
+    claimed and so on. `bytes` came over the wire, `tokens` are those of the blocks that were new here then. `depth` is
+    how many prompts are being brought, or wait for that, now.
+    """
+
+    fetches: dict[str, int]
+    choices: dict[str, int]
+    bytes: int
+    tokens: int
+    claims: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A snapshot of what a store holds and has done since its start. Hits are counted in tokens.
 

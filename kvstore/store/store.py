@@ -22,7 +22,7 @@ from kvstore.store.leased_parts import LeasedParts
 from kvstore.store.movers import Movers
 from kvstore.store.pins import PinTable
 from kvstore.store.placement import DiskAdmission, StoreRequest, admit_host, leading
-from kvstore.store.prefetch import Prefetcher, StorePrefetch, WriteThrough
+from kvstore.store.prefetch import Prefetcher, WriteThrough
 from kvstore.store.refusal import RefusedStage
 from kvstore.store.room import RoomMaker
 from kvstore.store.scrub import drop_bad
@@ -51,9 +51,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from types import TracebackType
 
+    from kvstore.api import Prefetch
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.state_blobs import BlobLease, BlobStage
+    from kvstore.store.peers import Peers
     from kvstore.store.settings import StoreSettings
     from kvstore.store.space import Freed, Space
     from kvstore.store.state_handles import StateRowsLease, StateRowsStage
@@ -90,9 +92,14 @@ class Store:
         self._leases: set[StoreLease | StateRowsLease] = set()
         self._stages: set[StoreStage | StateRowsStage] = set()
         self._shared = SharedStages()
+        self._peers: Peers | None = None
         self._open = True
         self._left_behind = False
         _stores.add(self)
+
+    def share_with(self, peers: Peers | None) -> None:
+        """From now on prefetches ask other nodes for what is missing here; None ends that."""
+        self._peers = peers
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace; see kvstore.api.KvStore."""
@@ -132,15 +139,17 @@ class Store:
 
     def prefetch(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, wait_seconds: float | None = 0.0
-    ) -> StorePrefetch:
+    ) -> Prefetch:
         """Bring a stored prefix up into host memory; see kvstore.api.KvStore."""
         if wait_seconds is not None:
             wait_seconds = require_seconds(wait_seconds, "wait_seconds")
         space, root_key, prompt = self._address(namespace, tokens, root)
         if space.states is not None:
-            prefetch = self._state_prefetcher.start(space, root_key, prompt)
+            prefetch: Prefetch = self._state_prefetcher.start(space, root_key, prompt)
         else:
             prefetch = self._prefetcher.start(space, space.find(root_key, prompt))
+            if self._peers is not None:
+                prefetch = self._peers.prefetch(namespace, PLAIN_ROOT if root is None else root, prompt, prefetch)
         try:
             prefetch.wait(wait_seconds)
         except BaseException:
@@ -570,6 +579,8 @@ class Store:
         with self._index.lock:
             self._stages.discard(stage)
         self._shared.forget(stage)
+        if self._peers is not None:
+            self._peers.stage_ended(stage.space, stage.root_key, stage.prompt)
         if stage.space.disk is None or self._settings.disk_admission != DiskAdmission.WRITE_THROUGH or not self._open:
             return
         found = stage.space.find(stage.root_key, stage.prompt)
