@@ -15,7 +15,7 @@ from kvstore.metrics import (
     make_registry,
     metric_names,
 )
-from kvstore.stats import ClusterStats, CodecStats, StoreStats, TierStats, WhatIf
+from kvstore.stats import ClusterStats, CodecStats, PeerStats, StoreStats, TierStats, WhatIf
 from kvstore.tiers.extent_stock import HostMemoryState
 from kvstore.tiers.huge_pages import PageKind
 from kvstore.transport.arena_service import ArenaUse
@@ -74,7 +74,10 @@ CLUSTER = ClusterStats(
     snapshots=45,
     failures=46,
 )
-READERS = Readers(lambda: STATS, lambda: MEMORY, lambda: 32, lambda: CLUSTER)
+PEERS = PeerStats(
+    fetches={"fetched": 101, "stale": 102}, choices={"recompute": 103}, bytes=104, tokens=105, claims=106, depth=107
+)
+READERS = Readers(lambda: STATS, lambda: MEMORY, lambda: 32, lambda: CLUSTER, lambda: PEERS)
 
 
 class Process:
@@ -92,6 +95,13 @@ class Process:
 EXPECTED = {
     ("kvstore_build_info", "1.2.3"): 1,
     ("kvstore_loop_stalls_total", ""): 32,
+    ("kvstore_peer_fetches_total", "fetched"): 101,
+    ("kvstore_peer_fetches_total", "stale"): 102,
+    ("kvstore_peer_choices_total", "recompute"): 103,
+    ("kvstore_peer_received_bytes_total", ""): 104,
+    ("kvstore_peer_fetched_tokens_total", ""): 105,
+    ("kvstore_peer_claims", ""): 106,
+    ("kvstore_peer_prompts", ""): 107,
     ("kvstore_failures_total", ""): 17,
     ("kvstore_connections", "wire"): 19,
     ("kvstore_connections", "grpc"): 20,
