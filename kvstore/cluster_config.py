@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.errors import ConfigError
+from kvstore.peer_config import PeerConfig
 from kvstore.setting_values import Kind, setting
 
 LEASES_PER_ENTRY_MIN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(PeerConfig):
     """The directory, and this node's place in it."""
 
     directory: str = setting(

@@ -25,6 +25,8 @@ from kvstore import __version__
 from kvstore.clock import SystemClock
 from kvstore.cluster.assembly import node_profile, open_announcer, open_membership
 from kvstore.cluster.locate import NodeView
+from kvstore.cluster.peers import open_peers
+from kvstore.cluster_metrics import NO_PEERS
 from kvstore.config import Config, read_secret
 from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
@@ -87,6 +89,10 @@ def run(config: Config, *, ready: TextIO) -> None:
         profile = node_profile(config.cluster, config.data_dir)
         announcer.enter(profile)
         stack.callback(announcer.stop)
+        peers = open_peers(config.cluster, store, membership, profile.name)
+        if peers is not None:
+            stack.callback(peers.close)
+            store.share_with(peers)
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -99,7 +105,8 @@ def run(config: Config, *, ready: TextIO) -> None:
             cluster=NodeView(store, membership, profile.name, config.cluster.announce_tokens),
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
-        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats)
+        peer_stats = (lambda: NO_PEERS) if peers is None else peers.stats
+        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats)
         registry = make_registry(readers, server, calls, __version__)
         health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: server.unready)
         address = config.server.metrics_address
@@ -153,6 +160,7 @@ def _open(config: Config) -> Store:
             events_bytes=config.events.capacity_bytes,
             quotas=tuple(_quota(quota) for quota in config.quotas),
             codecs=codec_rules(config),
+            node_secret=read_secret(Path(config.cluster.secret_file)) if config.cluster.secret_file else None,
             **asdict(config.store),
         ),
     )
