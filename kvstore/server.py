@@ -85,7 +85,7 @@ def run(config: Config, *, ready: TextIO) -> None:
         clock = SystemClock()
         membership = open_membership(config.cluster, clock)
         store = stack.enter_context(_open(config))
-        announcer = open_announcer(config.cluster, store, membership, clock)
+        announcer = open_announcer(config.cluster, store, membership, clock, queue=lambda: server.transfers)
         profile = node_profile(config.cluster, config.data_dir)
         announcer.enter(profile)
         stack.callback(announcer.stop)

@@ -179,6 +179,11 @@ class TransportServer:
         }
 
     @property
+    def transfers(self) -> int:
+        """Loads and writes of bytes that are under way on the fast lane."""
+        return self._lane.bulk.depth
+
+    @property
     def refused_connections(self) -> dict[str, int]:
         """Connections to shared addresses that were refused, or ended for what came on them, by reason."""
         return dict(self._lane.refused_connections)

@@ -19,6 +19,8 @@ from kvstore.config import read_secret
 from kvstore.errors import StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.clock import Clock
     from kvstore.cluster.announcer import AnnouncedStore
     from kvstore.cluster.directory import Membership
@@ -44,15 +46,17 @@ def open_membership(config: ClusterConfig, clock: Clock) -> Membership:
     return ValkeyDirectory(link, config.name, DirectoryTimes(config.lease_seconds, config.entry_seconds), clock)
 
 
-def open_announcer(config: ClusterConfig, store: AnnouncedStore, membership: Membership, clock: Clock) -> Announcer:
-    """What keeps this node in its directory, not started yet."""
+def open_announcer(
+    config: ClusterConfig, store: AnnouncedStore, membership: Membership, clock: Clock, *, queue: Callable[[], int]
+) -> Announcer:
+    """What keeps this node in its directory, not started yet. `queue` tells how many transfers are under way here."""
     settings = AnnounceSettings(
         announce_tokens=config.announce_tokens,
         announce_after_seconds=config.announce_after_seconds,
         lease_seconds=config.lease_seconds,
         entry_seconds=config.entry_seconds,
     )
-    return Announcer(store, membership, settings=settings, clock=clock)
+    return Announcer(store, membership, settings=settings, clock=clock, queue=queue)
 
 
 def node_profile(config: ClusterConfig, data_dir: str) -> NodeProfile:

@@ -20,6 +20,7 @@ from kvstore.errors import (
     ClosedError,
     ConfigError,
     InvalidArgumentError,
+    KvstoreError,
     LayoutMismatchError,
     NoSpaceError,
     PermissionDeniedError,
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 _ROWS_MAX = 4096
 # Slots that lie in more pieces than this are filled by way of one buffer: a call for each would cost more than a copy.
 _PIECES_MAX = 4
+_WARNINGS_MAX = 1000
 
 
 class FetchOutcome(enum.Enum):
@@ -86,10 +88,11 @@ class WantedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """How a fetch ended, how many leading blocks of the prompt are here since, and what came over the wire."""
+    """How a fetch ended, how many leading blocks of the prompt are here since, and what it brought of them."""
 
     outcome: FetchOutcome
     blocks: int
+    stored_blocks: int = 0
     received_bytes: int = 0
 
 
@@ -102,7 +105,7 @@ class Wish(Protocol):
 
 
 class Fetcher:
-    """Fetches for one store. Thread-safe: it keeps nothing of a fetch."""
+    """Fetches for one store. Thread-safe: it keeps nothing of a fetch, but for whom it warned of."""
 
     def __init__(self, store: Store, links: PeerLinks, paths: PeerPaths, settings: PeerSettings, clock: Clock) -> None:
         self._store = store
@@ -110,6 +113,7 @@ class Fetcher:
         self._paths = paths
         self._settings = settings
         self._clock = clock
+        self._warned: set[str] = set()
 
     def fetch(self, node: Node, wanted: WantedPrompt, first: int, wish: Wish) -> Fetched:
         """Bring blocks of a prompt from `first` on, as many as the node has. Raises nothing of its."""
@@ -120,14 +124,14 @@ class Fetcher:
             try:
                 outcome = self._run(node, transfer)
             except (PermissionDeniedError, UnauthenticatedError, LayoutMismatchError, ConfigError) as error:
-                logger.warning("a peer does not let this node in: peer=%s cause=%s", node.name, error)
+                self._warn(node, error)
                 outcome = FetchOutcome.REFUSED
             except NoSpaceError:
                 outcome = FetchOutcome.BUSY
             except (UnavailableError, ClosedError, StorageError, InvalidArgumentError) as error:
                 logger.info("a fetch broke off: peer=%s cause=%s", node.name, error)
                 outcome = FetchOutcome.UNAVAILABLE
-        return Fetched(outcome, transfer.next_block, transfer.received_bytes)
+        return Fetched(outcome, transfer.next_block, transfer.stored_blocks, transfer.received_bytes)
 
     def _run(self, node: Node, transfer: _Transfer) -> FetchOutcome:
         wanted = transfer.wanted
@@ -149,6 +153,17 @@ class Fetcher:
             self._paths.count_transfer(node.name, transfer.received_bytes, self._clock.monotonic() - began)
             return outcome
 
+    def _warn(self, node: Node, error: KvstoreError) -> None:
+        """Say once for each peer that it does not let this node in; all refusals are counted."""
+        if node.name not in self._warned and len(self._warned) < _WARNINGS_MAX:
+            self._warned.add(node.name)
+            logger.warning(
+                "a peer does not let this node in: peer=%s cause=%s; see cluster.tls_*, cluster.token_file and the "
+                "peer's access file",
+                node.name,
+                error,
+            )
+
     def _is_same_namespace(self, client: Client, namespace: Namespace) -> bool:
         """Whether the peer keeps it under the same secret: by name alone, two of one tenant could be two."""
         return client.namespace_id(namespace) == self._store.namespace_id(namespace)
@@ -158,12 +173,13 @@ class Fetcher:
 
 
 class _Transfer:
-    """The bytes of one fetch, from `next_block` on; `next_block` and `received_bytes` say how far it came."""
+    """The bytes of one fetch. `next_block`, `stored_blocks` and `received_bytes` say how far it came."""
 
     def __init__(self, store: Store, wanted: WantedPrompt, first: int, wish: Wish) -> None:
         self.wanted = wanted
         self.wish = wish
         self.next_block = first
+        self.stored_blocks = 0
         self.received_bytes = 0
         self._store = store
         self._scratch = np.empty(0, dtype=np.uint8)
@@ -190,7 +206,9 @@ class _Transfer:
             if not self._fill(lease, stage, blocks):
                 stage.abort()
                 return FetchOutcome.CORRUPT
-            self.next_block = blocks.start + stage.commit().blocks
+            stored_blocks = stage.commit().blocks
+        self.stored_blocks += stored_blocks
+        self.next_block = blocks.start + stored_blocks
         return FetchOutcome.FETCHED if self.next_block == end else FetchOutcome.NO_ROOM
 
     def _stage(self, end: int) -> StoreStage | StageShare | RefusedStage:

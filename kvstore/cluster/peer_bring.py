@@ -92,7 +92,7 @@ class Surroundings:
 class BringCounters(Protocol):
     """Where it is counted what happened."""
 
-    def count_fetch(self, fetched: Fetched, new_tokens: int) -> None:
+    def count_fetch(self, fetched: Fetched, block_tokens: int) -> None:
         """A fetch has ended."""
         ...
 
@@ -207,7 +207,7 @@ class Bringing:
         fetched = self._around.peers.fetch(asked.node, errand.wanted, need.present_tokens // tokens, errand.wish)
         has_failed = fetched.outcome is not FetchOutcome.FETCHED
         errand.asked[asked.node.slot] = math.inf if has_failed else asked.tokens
-        self._counters.count_fetch(fetched, fetched.blocks * tokens - need.present_tokens)
+        self._counters.count_fetch(fetched, tokens)
 
     def _claim_or_wait(self, errand: _Errand, need: Need, missing: Boundary) -> Generator[float, None, bool]:
         """Claim what nobody has, or wait for who has claimed it; true if there is something new to look at."""

@@ -52,12 +52,12 @@ class PeerCounters:
         self._bytes = 0
         self._tokens = 0
 
-    def count_fetch(self, fetched: Fetched, new_tokens: int) -> None:
+    def count_fetch(self, fetched: Fetched, block_tokens: int) -> None:
         """A fetch has ended."""
         with self._lock:
             self._fetches[fetched.outcome.value] += 1
             self._bytes += fetched.received_bytes
-            self._tokens += new_tokens
+            self._tokens += fetched.stored_blocks * block_tokens
 
     def count_choice(self, choice: str) -> None:
         """It was decided what to do about a prompt."""

@@ -198,7 +198,7 @@ class SimulatedNode:
         self._keep(keys, [holder.held[key] for key in keys])
         moved_bytes = (depth - first) * LAYOUT.block_bytes
         self._spent_seconds += settings.path.latency_seconds + moved_bytes / settings.path.bytes_per_second
-        return Fetched(outcome, depth, moved_bytes)
+        return Fetched(outcome, depth, depth - first, moved_bytes)
 
     def path(self, node: Node) -> Path:
         """See kvstore.cluster.peer_bring.PeerBlocks."""
