@@ -31,7 +31,7 @@ class SocketTransport:
     @property
     def digests(self) -> Sequence[int]:
         """Of each row that was sent, where they were asked for."""
-        return self._digests
+        return tuple(self._digests)
 
     def send(self, pieces: Iterable[memoryview]) -> int:
         """Send the next rows straight from where they lie."""

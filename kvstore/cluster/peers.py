@@ -99,7 +99,7 @@ class ClusterPeers:
             on_failure=lambda: self._counters.count_choice("failed"),
         )
         self._jobs = BringJobs(self._movers, waiting_max=settings.waiting_max)
-        paths = PeerPaths(settings.path)
+        paths = PeerPaths(settings.path, clock)
         fetcher = Fetcher(store, self._links, paths, settings, clock)
         self._bringing = Bringing(
             Surroundings(

@@ -12,6 +12,7 @@ from kvstore.cluster.peer_lookup import boundary_blocks, deepest_boundaries, pee
 from kvstore.cluster.peer_paths import PeerPaths
 from kvstore.cluster.plan import Path
 from kvstore.nodes import Node
+from kvstore.testing.manual_clock import ManualClock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +80,7 @@ def test_peers_are_asked_where_other_machines_reach_them(expected: str | None, a
 
 
 def test_a_path_moves_towards_what_was_measured():
-    paths = PeerPaths(Path(0.002, 1e9))
+    paths = PeerPaths(Path(0.002, 1e9), ManualClock())
     for _ in range(50):
         paths.count_answer("n", 0.1)
         paths.count_transfer("n", 1 << 20, (1 << 20) / 5e9)
@@ -89,14 +90,26 @@ def test_a_path_moves_towards_what_was_measured():
 
 
 def test_a_few_bytes_tell_nothing_of_the_bandwidth():
-    paths = PeerPaths(Path(0.002, 1e9))
+    paths = PeerPaths(Path(0.002, 1e9), ManualClock())
     paths.count_transfer("n", 1000, 10.0)
     assert Path(0.002, 1e9) == paths.path("n")
 
 
 def test_paths_of_many_peers_are_bounded():
-    paths = PeerPaths(Path(0.002, 1e9))
+    paths = PeerPaths(Path(0.002, 1e9), ManualClock())
     for name in range(5000):
         paths.count_answer(str(name), 1.0)
     assert Path(0.002, 1e9) == paths.path("0")
     assert Path(0.002, 1e9) != paths.path("4999")
+
+
+def test_a_peer_that_was_slow_is_tried_again_some_minutes_later():
+    clock = ManualClock()
+    paths = PeerPaths(Path(0.002, 1e9), clock)
+    for _ in range(50):
+        paths.count_transfer("n", 1 << 20, 1.0)
+    assert paths.path("n").bytes_per_second < 2e6
+    clock.advance(60.0)
+    assert pytest.approx(0.5e9, rel=0.01) == paths.path("n").bytes_per_second
+    clock.advance(600.0)
+    assert pytest.approx(1e9, rel=0.01) == paths.path("n").bytes_per_second
