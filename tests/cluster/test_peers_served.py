@@ -32,16 +32,18 @@ NAMESPACE = Namespace(model="m", revision="r", layout=LAYOUT, tenant="team-a", s
 OPEN_TO_ALL = Namespace(model="m", revision="r", layout=LAYOUT, tenant="team-a")
 BLOCKS = 96
 SECONDS = 30.0  # for what is announced to arrive; the machine may be busy with something else
-# Prefill so slow that fetches always win, and so quick that nobody waits long for another's.
+# Prefill so slow that fetches always win, and that who waits for another waits until he has given up.
 SETTINGS = """
 [tenants.team-a]
 secret_files = ["{folder}/secret"]
 [cluster]
 announce_after_seconds = 0
+lease_seconds = 4
 secret_file = "{folder}/cluster-secret"
-prefill_tokens_per_second = 2000
-fetch_seconds_max = 4
+prefill_tokens_per_second = 100
+fetch_seconds_max = 12
 answer_seconds_max = 1
+directory_seconds_max = 5
 """
 
 
@@ -97,7 +99,8 @@ def nodes(own_valkey: ValkeyServer, tmp_path: Path) -> Iterator[list[Served]]:
             ready = json.loads(process.stdout.readline())
             client = kvstore.connect(ready["listen"][0], lookup_seconds=10.0, bulk_seconds=10.0)
             served.append(Served(process, stack.enter_context(client), ready["metrics"]))
-        while not all(node.metric("kvstore_cluster_member ") for node in served):
+        # A node that joins is not known to all at once, and until then nobody heeds its claims.
+        while not all(len(node.client.nodes()[1]) == len(served) for node in served):
             threading.Event().wait(0.05)
         yield served
 
