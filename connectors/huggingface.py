@@ -312,6 +312,7 @@ class HuggingFaceConnector:
         matches = self._match(served.namespace, prompt, root)
         if matches is None:
             return Bypass.STORE
+        matches = self._bring(matches)
         prefixes = self._load(served, prompt, matches)
         try:
             return self._continue(served, root, prompt, arguments, list(zip(matches, prefixes, strict=True)))
@@ -396,6 +397,16 @@ class HuggingFaceConnector:
             self._counters.add(matched_tokens=sum(match.tokens for match in matches))
         return matches
 
+    def _bring(self, matches: list[PrefixMatch]) -> list[PrefixMatch]:
+        """The matches, after what lies on disk, or at peers, came up in a part of the time that loads have."""
+        seconds = _PREFETCH_RATIO * self._limits.load_seconds
+
+        def wait() -> list[PrefixMatch]:
+            with prefetched(self._store, matches, seconds, self._clock) as brought:
+                return brought
+
+        return self._guarded(wait, self._limits.load_seconds) or matches
+
     def _load(self, served: ServedModel, prompt: Prompt, matches: list[PrefixMatch]) -> list[LoadedPrefix]:
         """The leading blocks of each row: of those that the batch has use for, as many as could be loaded."""
         plan = served.plan
@@ -407,11 +418,10 @@ class HuggingFaceConnector:
         limits = [-(-max(0, column - pad) // plan.block_tokens) for pad in prompt.pads]
 
         def load_rows() -> list[LoadedPrefix]:
-            with prefetched(self._store, matches, _PREFETCH_RATIO * self._limits.load_seconds, self._clock):
-                return [
-                    load_prefix(self._store, match, plan.sets, limit) if match.blocks else none
-                    for match, limit, none in zip(matches, limits, nothing, strict=True)
-                ]
+            return [
+                load_prefix(self._store, match, plan.sets, limit) if match.blocks else none
+                for match, limit, none in zip(matches, limits, nothing, strict=True)
+            ]
 
         prefixes = self._guarded(load_rows, self._limits.load_seconds)
         if prefixes is None:

@@ -278,6 +278,9 @@ class KvStore(Protocol):
         cancelled. It takes room only from what is worth less, and brings no more at a time than its reserve, the head
         of the prefix first. Where too much is under way it is refused at once: the answer is done, with what was in
         host memory anyway. It protects nothing: match and lease what is there. Counts no lookup.
+
+        A sidecar that is a node of a cluster also fetches what its peers have behind that, where that is cheaper than
+        prefill, or waits for whoever computes it: name the whole prompt, and match it again.
         """
         ...
 

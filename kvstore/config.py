@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.cluster_config import ClusterConfig, check_cluster
 from kvstore.codec_config import DISK_KIND as DISK_KIND
 from kvstore.codec_config import CodecConfig, check_codecs
 from kvstore.errors import ConfigError
@@ -328,6 +329,7 @@ class Config:
     quota: Mapping[str, QuotaConfig] = field(default_factory=dict, metadata={"by_name": QuotaConfig})
     codec: Mapping[str, CodecConfig] = field(default_factory=dict, metadata={"by_name": CodecConfig})
     events: EventsConfig = field(default_factory=EventsConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
@@ -568,6 +570,7 @@ def _check(config: Config) -> None:
         if given and not config.disk_bytes:
             raise ConfigError(f"tiers.disk.{name} is set without a disk tier; set data_dir too")
     check_quotas(config.quota, {"host": config.tiers.host.capacity_bytes, "disk": config.disk_bytes})
+    check_cluster(config.cluster)
     check_codecs(config.codec, config.tiers.disk, disk_bytes=config.disk_bytes)
 
 

@@ -13,6 +13,8 @@
       NoSpaceError                               a tier, lease or stage limit is reached and nothing may go
       UnavailableError                           the sidecar cannot be reached, is stopping, or was too slow
         BulkEngineError                          an engine for remote memory could not move bytes; sockets still can
+      DirectoryUnavailableError                  the cluster's directory does not answer; the node itself serves on
+      NodeNameTakenError                         a living node of the cluster has this node's name
       ClosedError                                a store, lease or stage was used after its end
       StorageError                               the data directory cannot be used
         DirectoryLockedError                     another process holds it
@@ -80,6 +82,14 @@ class UnavailableError(KvstoreError):
 
 class BulkEngineError(UnavailableError):
     """An engine for remote memory access could not move bytes; the same bytes can still go over sockets."""
+
+
+class DirectoryUnavailableError(KvstoreError):
+    """The cluster's directory cannot be reached or did not answer in time; the node itself serves on."""
+
+
+class NodeNameTakenError(KvstoreError):
+    """Another living node of the cluster goes by the name that this one was given."""
 
 
 class ClosedError(KvstoreError):

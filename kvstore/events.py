@@ -24,9 +24,10 @@ class EventKind(enum.IntEnum):
 class Event:
     """Blocks of one root entered or left a tier, or a namespace was cleared.
 
-    Where blocks are new on this node, `keys` are their 16-byte keys in prefix order and `parent_key` is the key before
-    the first of them. Where they came from another tier, or left, there are only keys, in no order. `last_copy` is
-    true for a removal after which the node holds the blocks nowhere. A CLEARED event has no keys.
+    Where blocks are new on this node, `keys` are their 16-byte keys in prefix order, `parent_key` is the key before
+    the first of them, and that one is block `first_block` of its prefix. Where they came from another tier, or left,
+    there are only keys, in no order. `last_copy` is true for a removal after which the node holds the blocks nowhere.
+    A CLEARED event has no keys.
     """
 
     sequence: int
@@ -37,6 +38,8 @@ class Event:
     parent_key: bytes = b""
     keys: tuple[bytes, ...] = ()
     last_copy: bool = False
+    first_block: int = 0
+    block_tokens: int = 0  # 0 where `first_block` says nothing: no new blocks, or pieces of a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,25 @@ class EventLog:
         parent_key: bytes = b"",
         keys: tuple[bytes, ...] = (),
         last_copy: bool = False,
+        first_block: int = 0,
+        block_tokens: int = 0,
     ) -> None:
         """Add an event, dropping the oldest while over the byte limit. O(1) amortised."""
         with self._changed:
             state = self._state
             state.last_sequence += 1
-            event = Event(state.last_sequence, kind, ns_id, root_key, tier, parent_key, keys, last_copy)
+            event = Event(
+                state.last_sequence,
+                kind,
+                ns_id,
+                root_key,
+                tier,
+                parent_key,
+                keys,
+                last_copy,
+                first_block,
+                block_tokens,
+            )
             state.events.append(event)
             state.held_bytes += _cost_bytes(event)
             while state.held_bytes > self._capacity_bytes and len(state.events) > 1:

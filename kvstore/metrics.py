@@ -12,20 +12,20 @@ import bisect
 import itertools
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from kvstore.cluster_metrics import CLUSTER_METRICS, NO_PEERS, PEER_METRICS
+from kvstore.source_metric import Sample, SourceMetric, by_label, single
+from kvstore.stats import ClusterStats, PeerStats, StoreStats
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client.metrics_core import Metric
-
-    from kvstore.stats import StoreStats
-
-Sample = tuple[tuple[str, ...], float]
 
 # 50 us .. 10 s: from a lookup in memory to a bulk transfer at its deadline.
 CALL_SECONDS_BUCKETS = (
@@ -33,22 +33,7 @@ CALL_SECONDS_BUCKETS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class StoreMetric:
-    """One metric read from the store: its name as scraped, labels, meaning, and how it is read."""
-
-    name: str
-    sentence: str
-    read: Callable[[StoreStats], Iterable[Sample]]
-    labels: tuple[str, ...] = ()
-
-
-def _single(value: float) -> tuple[Sample, ...]:
-    return (((), value),)
-
-
-def _by_label(values: dict[str, int]) -> Iterator[Sample]:
-    return (((label,), value) for label, value in sorted(values.items()))
+StoreMetric = SourceMetric[StoreStats]
 
 
 def _codec_samples(stats: StoreStats, *names: str) -> Iterator[Sample]:
@@ -62,71 +47,71 @@ STORE_METRICS = (
     StoreMetric(
         "kvstore_tier_capacity_bytes",
         "Most bytes that a tier may hold.",
-        lambda stats: _by_label({name: tier.capacity_bytes for name, tier in stats.tiers.items()}),
+        lambda stats: by_label({name: tier.capacity_bytes for name, tier in stats.tiers.items()}),
         ("tier",),
     ),
     StoreMetric(
         "kvstore_tier_used_bytes",
         "Bytes that a tier holds.",
-        lambda stats: _by_label({name: tier.used_bytes for name, tier in stats.tiers.items()}),
+        lambda stats: by_label({name: tier.used_bytes for name, tier in stats.tiers.items()}),
         ("tier",),
     ),
     StoreMetric(
         "kvstore_tier_blocks",
         "Blocks with a copy in a tier.",
-        lambda stats: _by_label({name: tier.blocks for name, tier in stats.tiers.items()}),
+        lambda stats: by_label({name: tier.blocks for name, tier in stats.tiers.items()}),
         ("tier",),
     ),
-    StoreMetric("kvstore_namespaces", "Namespaces in use.", lambda stats: _single(stats.namespaces)),
-    StoreMetric("kvstore_lookups_total", "Lookups that count.", lambda stats: _single(stats.lookups)),
+    StoreMetric("kvstore_namespaces", "Namespaces in use.", lambda stats: single(stats.namespaces)),
+    StoreMetric("kvstore_lookups_total", "Lookups that count.", lambda stats: single(stats.lookups)),
     StoreMetric(
-        "kvstore_lookup_tokens_total", "Tokens of prompts looked up.", lambda stats: _single(stats.lookup_tokens)
+        "kvstore_lookup_tokens_total", "Tokens of prompts looked up.", lambda stats: single(stats.lookup_tokens)
     ),
     StoreMetric(
         "kvstore_hit_tokens_total",
         "Tokens found by lookups, by the tier of their best copy.",
-        lambda stats: _by_label(stats.hit_tokens),
+        lambda stats: by_label(stats.hit_tokens),
         ("tier",),
     ),
     StoreMetric(
         "kvstore_loaded_tokens_total",
         "Tokens handed to engines, by the tier they were read from.",
-        lambda stats: _by_label(stats.loaded_tokens),
+        lambda stats: by_label(stats.loaded_tokens),
         ("tier",),
     ),
-    StoreMetric("kvstore_stored_blocks_total", "Blocks committed.", lambda stats: _single(stats.stored_blocks)),
+    StoreMetric("kvstore_stored_blocks_total", "Blocks committed.", lambda stats: single(stats.stored_blocks)),
     StoreMetric(
         "kvstore_present_blocks_total",
         "Blocks that a store left out since they were there already.",
-        lambda stats: _single(stats.present_blocks),
+        lambda stats: single(stats.present_blocks),
     ),
     StoreMetric(
         "kvstore_rejected_blocks_total",
         "Blocks that were offered and not taken, by reason.",
-        lambda stats: _by_label(stats.rejected_blocks),
+        lambda stats: by_label(stats.rejected_blocks),
         ("reason",),
     ),
     StoreMetric(
         "kvstore_evicted_blocks_total",
         "Blocks that left, by reason.",
-        lambda stats: _by_label(stats.evicted_blocks),
+        lambda stats: by_label(stats.evicted_blocks),
         ("reason",),
     ),
     StoreMetric(
         "kvstore_corrupt_blocks_total",
         "Blocks dropped since what was read is not what was written.",
-        lambda stats: _single(stats.corrupt_blocks),
+        lambda stats: single(stats.corrupt_blocks),
     ),
     StoreMetric(
         "kvstore_disk_faults_total",
         "What the disk did wrong, by kind; each was a miss or a refused store.",
-        lambda stats: _by_label(stats.disk_faults),
+        lambda stats: by_label(stats.disk_faults),
         ("kind",),
     ),
     StoreMetric(
         "kvstore_quarantined_slots",
         "Places on disk that are not used since they could not be read, written or erased.",
-        lambda stats: _single(stats.quarantined_slots),
+        lambda stats: single(stats.quarantined_slots),
     ),
     StoreMetric(
         "kvstore_codec_blocks_total",
@@ -155,43 +140,43 @@ STORE_METRICS = (
     StoreMetric(
         "kvstore_sparse_blocks",
         "Blocks with parts of a layer group, counted once for each.",
-        lambda stats: _single(stats.sparse_blocks),
+        lambda stats: single(stats.sparse_blocks),
     ),
-    StoreMetric("kvstore_states", "Sequence states stored.", lambda stats: _single(stats.states)),
+    StoreMetric("kvstore_states", "Sequence states stored.", lambda stats: single(stats.states)),
     StoreMetric(
         "kvstore_shortened_tokens_total",
         "Tokens stored in full and not matched, since a sparse part that a match needs was not there.",
-        lambda stats: _single(stats.shortened_tokens),
+        lambda stats: single(stats.shortened_tokens),
     ),
     StoreMetric(
         "kvstore_prefetches_total",
         "Prefetches that have ended, by outcome.",
-        lambda stats: _by_label(stats.prefetches),
+        lambda stats: by_label(stats.prefetches),
         ("outcome",),
     ),
     StoreMetric(
         "kvstore_prefetched_blocks_total",
         "Blocks that prefetches brought from disk into host memory.",
-        lambda stats: _single(stats.prefetched_blocks),
+        lambda stats: single(stats.prefetched_blocks),
     ),
     StoreMetric(
         "kvstore_disk_written_bytes_total",
         "Bytes of blocks that were written to disk.",
-        lambda stats: _single(stats.written_bytes),
+        lambda stats: single(stats.written_bytes),
     ),
     StoreMetric(
         "kvstore_moves",
         "Prefetches, and writes of write_through, that wait or run.",
-        lambda stats: _single(stats.moves),
+        lambda stats: single(stats.moves),
     ),
-    StoreMetric("kvstore_leases", "Leases that are held.", lambda stats: _single(stats.leases)),
-    StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: _single(stats.stages)),
-    StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: _single(stats.pins)),
-    StoreMetric("kvstore_index_bytes", "Memory of the index.", lambda stats: _single(stats.index_bytes)),
+    StoreMetric("kvstore_leases", "Leases that are held.", lambda stats: single(stats.leases)),
+    StoreMetric("kvstore_stages", "Stores that have begun and not ended.", lambda stats: single(stats.stages)),
+    StoreMetric("kvstore_pins", "Pins that are in force.", lambda stats: single(stats.pins)),
+    StoreMetric("kvstore_index_bytes", "Memory of the index.", lambda stats: single(stats.index_bytes)),
     StoreMetric(
         "kvstore_policy_bytes",
         "Memory of what the eviction policy has learnt, and remembers of blocks that left.",
-        lambda stats: _single(stats.policy_bytes),
+        lambda stats: single(stats.policy_bytes),
     ),
     StoreMetric(
         "kvstore_what_if_capacity_bytes",
@@ -206,6 +191,8 @@ STORE_METRICS = (
         ("tier", "scale"),
     ),
 )
+
+
 CALL_SECONDS = "kvstore_call_seconds"
 CALL_SECONDS_SENTENCE = "Duration of calls, by method and status."
 BUILD_INFO = "kvstore_build_info"
@@ -325,38 +312,31 @@ class ProcessState(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMetric:
-    """One metric read from the process; fields as in StoreMetric."""
-
-    name: str
-    sentence: str
-    read: Callable[[ProcessState], Iterable[Sample]]
-    labels: tuple[str, ...] = ()
+ProcessMetric = SourceMetric[ProcessState]
 
 
 PROCESS_METRICS = (
     ProcessMetric(
         "kvstore_failures_total",
         "Calls that failed by a fault of kvstore's own; the log has the trace.",
-        lambda process: _single(process.failures),
+        lambda process: single(process.failures),
     ),
     ProcessMetric(
         "kvstore_connections",
         "Connections to addresses of both lanes, by lane.",
-        lambda process: _by_label(process.connections),
+        lambda process: by_label(process.connections),
         ("lane",),
     ),
     ProcessMetric(
         "kvstore_refused_connections_total",
         "Connections that were refused, or ended for what came on them, by reason.",
-        lambda process: _by_label(process.refused_connections),
+        lambda process: by_label(process.refused_connections),
         ("reason",),
     ),
     ProcessMetric(
         "kvstore_tenant_refusals_total",
         "Calls that were refused for what their tenant has open already, or how fast it asks, by limit.",
-        lambda process: _by_label(process.refused_by_tenant_limits),
+        lambda process: by_label(process.refused_by_tenant_limits),
         ("limit",),
     ),
     ProcessMetric(
@@ -368,38 +348,38 @@ PROCESS_METRICS = (
     ProcessMetric(
         "kvstore_resent_prompts_total",
         "Prompts sent whole since what was sent before of them was not remembered any more.",
-        lambda process: _single(process.resent_prompts),
+        lambda process: single(process.resent_prompts),
     ),
     ProcessMetric(
         "kvstore_arena_clients",
         "Sessions on this host that read blocks where they lie in host memory.",
-        lambda process: _single(process.arena_use.clients),
+        lambda process: single(process.arena_use.clients),
     ),
     ProcessMetric(
         "kvstore_arena_mapped_extents",
         "Extents that such sessions map, each counted for each session.",
-        lambda process: _single(process.arena_use.extents),
+        lambda process: single(process.arena_use.extents),
     ),
     ProcessMetric(
         "kvstore_arena_mapped_bytes",
         "Bytes that such sessions map, each counted for each session.",
-        lambda process: _single(process.arena_use.mapped_bytes),
+        lambda process: single(process.arena_use.mapped_bytes),
     ),
     ProcessMetric(
         "kvstore_arena_quarantined_bytes",
         "Mapped bytes that a session should have let go a second ago; they go to no other namespace while it lives.",
-        lambda process: _single(process.arena_use.quarantined_bytes),
+        lambda process: single(process.arena_use.quarantined_bytes),
     ),
     ProcessMetric(
         "kvstore_bulk_engine_bytes_total",
         "Bytes that the engine for remote memory access has moved, by direction.",
-        lambda process: _by_label(process.bulk_engine_bytes),
+        lambda process: by_label(process.bulk_engine_bytes),
         ("direction",),
     ),
     ProcessMetric(
         "kvstore_bulk_engine_failures_total",
         "Calls that the engine for remote memory access could not serve, by what it was asked; sockets did instead.",
-        lambda process: _by_label(process.bulk_engine_failures),
+        lambda process: by_label(process.bulk_engine_failures),
         ("what",),
     ),
 )
@@ -439,44 +419,37 @@ class MemoryState(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryMetric:
-    """One metric of host memory; fields as in StoreMetric."""
-
-    name: str
-    sentence: str
-    read: Callable[[MemoryState], Iterable[Sample]]
-    labels: tuple[str, ...] = ()
+MemoryMetric = SourceMetric[MemoryState]
 
 
 MEMORY_METRICS = (
     MemoryMetric(
-        "kvstore_host_extents", "Extents of host memory that there are.", lambda memory: _single(memory.extents)
+        "kvstore_host_extents", "Extents of host memory that there are.", lambda memory: single(memory.extents)
     ),
     MemoryMetric(
         "kvstore_host_held_extents",
         "Extents that go to no other namespace since some process maps them.",
-        lambda memory: _single(memory.held_extents),
+        lambda memory: single(memory.held_extents),
     ),
     MemoryMetric(
         "kvstore_host_refused_extents_total",
         "Extents that the system refused though the capacity had room for them.",
-        lambda memory: _single(memory.refused_extents),
+        lambda memory: single(memory.refused_extents),
     ),
     MemoryMetric(
         "kvstore_host_touched_bytes",
         "Bytes of host memory touched in the background; what is not pays for new pages at its first store.",
-        lambda memory: _single(memory.touched_bytes),
+        lambda memory: single(memory.touched_bytes),
     ),
     MemoryMetric(
         "kvstore_host_huge_page_bytes",
         "Bytes of host memory in huge pages, counted when all is touched.",
-        lambda memory: _single(memory.huge_bytes),
+        lambda memory: single(memory.huge_bytes),
     ),
     MemoryMetric(
         "kvstore_host_locked_bytes",
         "Bytes of host memory that are never swapped out.",
-        lambda memory: _single(memory.locked_bytes),
+        lambda memory: single(memory.locked_bytes),
     ),
 )
 
@@ -488,6 +461,8 @@ class Readers:
     stats: Callable[[], StoreStats]
     memory: Callable[[], MemoryState]
     loop_stalls: Callable[[], int]
+    cluster: Callable[[], ClusterStats] = ClusterStats
+    peers: Callable[[], PeerStats] = lambda: NO_PEERS
 
 
 class StoreCollector(Collector):
@@ -511,12 +486,18 @@ class StoreCollector(Collector):
         memory = self._readers.memory()
         for memory_metric in MEMORY_METRICS:
             yield _family(memory_metric, memory_metric.read(memory))
+        cluster = self._readers.cluster()
+        for cluster_metric in CLUSTER_METRICS:
+            yield _family(cluster_metric, cluster_metric.read(cluster))
+        peers = self._readers.peers()
+        for peer_metric in PEER_METRICS:
+            yield _family(peer_metric, peer_metric.read(peers))
         stats = self._readers.stats()
         for store_metric in STORE_METRICS:
             yield _family(store_metric, store_metric.read(stats))
 
 
-def _family(metric: StoreMetric | ProcessMetric | MemoryMetric, samples: Iterable[Sample]) -> Metric:
+def _family(metric: SourceMetric[Any], samples: Iterable[Sample]) -> Metric:
     kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
     family = kind(metric.name, metric.sentence, labels=metric.labels)
     for labels, value in samples:
@@ -526,7 +507,7 @@ def _family(metric: StoreMetric | ProcessMetric | MemoryMetric, samples: Iterabl
 
 def metric_names() -> tuple[str, ...]:
     """Every metric of ours, as scraped."""
-    declared = (*PROCESS_METRICS, *MEMORY_METRICS, *STORE_METRICS)
+    declared = (*PROCESS_METRICS, *MEMORY_METRICS, *CLUSTER_METRICS, *PEER_METRICS, *STORE_METRICS)
     return (BUILD_INFO, LOOP_STALLS, CALL_SECONDS, *(metric.name for metric in declared))
 
 

@@ -15,13 +15,18 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import uvloop
 
 from kvstore import __version__
+from kvstore.clock import SystemClock
+from kvstore.cluster.assembly import node_profile, open_announcer, open_membership
+from kvstore.cluster.locate import NodeView
+from kvstore.cluster.peers import open_peers
+from kvstore.cluster_metrics import NO_PEERS
 from kvstore.config import Config, read_secret
 from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
@@ -36,6 +41,7 @@ from kvstore.transport.security import security_of
 from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
+    from kvstore.cluster.announcer import Announcer
     from kvstore.quota_config import QuotaConfig
     from kvstore.store import Store
 
@@ -56,6 +62,15 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What runs beside the server, and where the ready line goes."""
+
+    announcer: Announcer
+    pages: NodePages | None
+    ready: TextIO
+
+
 def run(config: Config, *, ready: TextIO) -> None:
     """Serve until SIGTERM or SIGINT, then drain, flush and close. A second signal ends the process at once."""
     log_to_stderr(config.log)
@@ -67,7 +82,17 @@ def run(config: Config, *, ready: TextIO) -> None:
     limits = ServiceLimits(**asdict(config.limits))
     security = security_of(config)
     with contextlib.ExitStack() as stack:
+        clock = SystemClock()
+        membership = open_membership(config.cluster, clock)
         store = stack.enter_context(_open(config))
+        announcer = open_announcer(config.cluster, store, membership, clock, queue=lambda: server.transfers)
+        profile = node_profile(config.cluster, config.data_dir)
+        announcer.enter(profile)
+        stack.callback(announcer.stop)
+        peers = open_peers(config.cluster, store, membership, profile.name)
+        if peers is not None:
+            stack.callback(peers.close)
+            store.share_with(peers)
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -78,17 +103,19 @@ def run(config: Config, *, ready: TextIO) -> None:
             security=security,
             bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
             arena=config.transport.arena,
+            cluster=NodeView(store, membership, profile.name, config.cluster.announce_tokens),
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
-        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls)
+        peer_stats = (lambda: NO_PEERS) if peers is None else peers.stats
+        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats)
         registry = make_registry(readers, server, calls, __version__)
-        health = NodeHealth(lambda: _trouble(watch, server), lambda: server.unready)
+        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: server.unready)
         address = config.server.metrics_address
         pages = stack.enter_context(contextlib.closing(NodePages(registry, health, address))) if address else None
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
-            uvloop.run(watch.over(_serve(config, store, server, pages, ready)))
+            uvloop.run(watch.over(_serve(config, store, server, Beside(announcer, pages, ready))))
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     logger.info("stopped")
@@ -134,6 +161,7 @@ def _open(config: Config) -> Store:
             events_bytes=config.events.capacity_bytes,
             quotas=tuple(_quota(quota) for quota in config.quotas),
             codecs=codec_rules(config),
+            node_secret=read_secret(Path(config.cluster.secret_file)) if config.cluster.secret_file else None,
             **asdict(config.store),
         ),
     )
@@ -158,6 +186,10 @@ def _quota(quota: QuotaConfig) -> Quota:
     return Quota(**{**values, "tenant": quota.tenant or None, "model": quota.model or None})
 
 
+def _capacities(store: Store) -> dict[str, int]:
+    return {name: tier.capacity_bytes for name, tier in store.stats().tiers.items()}
+
+
 def _end_turns(stall_seconds_max: float) -> int | None:
     return max(STALL_TURNS, round(stall_seconds_max / TURN_SECONDS)) if stall_seconds_max else None
 
@@ -167,13 +199,14 @@ def _end() -> None:
     os._exit(_EXIT_STALLED)
 
 
-def _trouble(watch: LoopWatch, server: TransportServer) -> str | None:
+def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer) -> str | None:
     if watch.stalled:
         return "the event loop stands still"
-    return f"threads have ended: {', '.join(server.dead_threads)}" if server.dead_threads else None
+    dead = [*server.dead_threads, *([] if announcer.is_alive else ["kvstore-announcer"])]
+    return f"threads have ended: {', '.join(dead)}" if dead else None
 
 
-async def _serve(config: Config, store: Store, server: TransportServer, pages: NodePages | None, ready: TextIO) -> None:
+async def _serve(config: Config, store: Store, server: TransportServer, beside: Beside) -> None:
     stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
@@ -185,7 +218,9 @@ async def _serve(config: Config, store: Store, server: TransportServer, pages: N
     # What is there now stays to the end. Looking through it for garbage would stop every call for 20 ms at times.
     gc.collect()
     gc.freeze()
-    metrics = None if pages is None else pages.address
+    announcer, ready = beside.announcer, beside.ready
+    announcer.start(config.cluster.advertise or tuple(listen), _capacities(store))
+    metrics = None if beside.pages is None else beside.pages.address
     for name, tier in store.stats().tiers.items():
         logger.info("tier ready: tier=%s capacity=%s blocks=%d", name, format_size(tier.capacity_bytes), tier.blocks)
     memory = store.host_memory()
@@ -195,6 +230,7 @@ async def _serve(config: Config, store: Store, server: TransportServer, pages: N
     ready.flush()
     await stop_asked.wait()
     logger.info("stopping: grace_seconds=%g; a second signal ends the process at once", config.server.grace_seconds)
+    await asyncio.to_thread(announcer.stop)  # first, so that nobody is sent here any more
     await server.stop(config.server.grace_seconds)
 
 

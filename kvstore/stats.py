@@ -47,6 +47,23 @@ class CodecStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerStats:
+    """What a node has brought from its peers since the start.
+
+    `fetches` are by outcome, `choices` count what was decided about prompts that were not all here: fetch, recompute,
+    claimed and so on. `bytes` came over the wire, `tokens` are those of the blocks that were new here then. `depth` is
+    how many prompts are being brought, or wait for that, now.
+    """
+
+    fetches: dict[str, int]
+    choices: dict[str, int]
+    bytes: int
+    tokens: int
+    claims: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A snapshot of what a store holds and has done since its start. Hits are counted in tokens.
 
@@ -57,7 +74,7 @@ class StoreStats:
     since they could not be read, written or erased. `sparse_blocks` have parts of a layer group, and count once for
     each; `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
     `codecs` are by name, empty where none was used, and known in the store's own process alone.
-    `states` are sequence states; where blocks are counted, it is their pieces.
+    `states` are sequence states; where blocks are counted, it is their pieces. `node` is what a sidecar is called.
     """
 
     tiers: dict[str, TierStats]
@@ -87,3 +104,23 @@ class StoreStats:
     shortened_tokens: int = 0
     codecs: dict[str, CodecStats] = field(default_factory=dict)
     states: int = 0
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStats:
+    """What a node and its directory told each other since the node's start.
+
+    `is_member` says whether its lease stood when it was last renewed. Boundaries are announced ones that it holds, and
+    ones that wait to be announced or withdrawn. `snapshots` are looks through the whole store, `failures` calls of the
+    directory that had no answer.
+    """
+
+    node: str = ""
+    is_member: bool = False
+    announced_boundaries: int = 0
+    waiting_boundaries: int = 0
+    announcements: int = 0
+    withdrawals: int = 0
+    snapshots: int = 0
+    failures: int = 0

@@ -326,6 +326,14 @@ class RadixTree:
         """
         return self._native.missing_in(_index_of(tier), _index_of(source_tier), first_id)
 
+    def boundaries(self, every: int, first_id: int = 0) -> tuple[BlockIds, int | None]:
+        """Committed blocks whose end is a multiple of `every` blocks of their prefix.
+
+        Looks at SLICE_BLOCKS blocks from id `first_id` on; the second value is the id to go on with, None when all
+        blocks were looked at.
+        """
+        return self._native.boundaries(every, first_id)
+
     def prepare_keys(self, ids: BlockIds) -> bool:
         """Make a slice of the keys above these blocks, which `keys` and `evict` need; false where there are more."""
         return self._native.prepare_keys(ids)

@@ -203,6 +203,11 @@ class DiskTier:
         with self._lock:
             return self._recovered.pop(ns_id, [])
 
+    def untaken(self, ns_id: bytes) -> list[RecoveredBlock]:
+        """What `recovered` would hand over now."""
+        with self._lock:
+            return list(self._recovered.get(ns_id, ()))
+
     def forget(self, ns_id: bytes) -> None:
         """Let go of a namespace's pool, with its slabs; one whose slots are in use stays."""
         with self._lock:

@@ -118,6 +118,19 @@ class SizingPool(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepingTier(Protocol):
+    """What a PersistentTier has besides that tells what it kept before anybody takes it."""
+
+    def recovered_namespaces(self) -> list[RecoveredNamespace]:
+        """The namespaces that have blocks from before the start which nobody has taken yet."""
+        ...
+
+    def untaken(self, ns_id: bytes) -> list[RecoveredBlock]:
+        """What `recovered` would hand over now."""
+        ...
+
+
 class PolicyStorage(Protocol):
     """A small file for each namespace, of what the eviction policy knew."""
 

@@ -84,6 +84,25 @@ class AdminService:
         page = await self._state.long.run(partial(self._store.scrub, after=request.after, limit_bytes=limit_bytes))
         return pb.ScrubResponse(**asdict(page))
 
+    async def list_nodes(self, _request: pb.ListNodesRequest) -> pb.ListNodesResponse:
+        """The living nodes; none of a server that knows no cluster."""
+        cluster = self._state.cluster
+        if cluster is None:
+            return pb.ListNodesResponse()
+        nodes = await self._state.short.run(cluster.nodes)
+        return pb.ListNodesResponse(node_name=cluster.node_name, nodes=[convert.node_to_proto(node) for node in nodes])
+
+    async def locate(self, request: pb.LocateRequest) -> pb.LocateResponse:
+        """What each node holds of a prompt."""
+        namespace = self._namespace(request.session_id, request.prompt.ns_id)
+        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        root = convert.root_from_proto(request.prompt.root)
+        cluster = self._state.cluster
+        if cluster is None:
+            return pb.LocateResponse()
+        found = await self._state.short.run(partial(cluster.locate, namespace, tokens, root))
+        return pb.LocateResponse(matches=[convert.node_match_to_proto(match) for match in found])
+
     def _namespace(self, session_id: bytes, ns_id: bytes) -> Namespace:
         return self._state.sessions.get(session_id).namespace(ns_id)
 

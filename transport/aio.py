@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.events import EventPage
+    from kvstore.nodes import Node, NodeMatch
     from kvstore.stats import StoreStats
     from kvstore.tokens import Tokens
     from kvstore.transport.address import TcpAddress, UnixAddress
@@ -360,6 +361,14 @@ class AsyncClient:
     async def scrub(self, *, after: int = 0, limit_bytes: int = SCRUB_BYTES) -> ScrubPage:
         """Have the server read some of what lies on its disk: at most 64 MiB at a time, whatever the limit."""
         return await self._run(plans.scrub(after, limit_bytes))
+
+    async def nodes(self) -> tuple[str, tuple[Node, ...]]:
+        """What the server's node is called, and the living nodes of its cluster."""
+        return await self._run(plans.list_nodes())
+
+    async def locate(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> tuple[NodeMatch, ...]:
+        """How much of a prompt each living node holds, the most first; see kvstore.cluster.routing."""
+        return await self._run(plans.locate(namespace, tokens, root))
 
     async def status(self) -> ServerStatus:
         """Whether the server takes calls, and its version."""

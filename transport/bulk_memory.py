@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.transport.bulk import BulkEngine, Region
+    from kvstore.v1 import cache_service_pb2 as pb
 
 PIECE_BYTES = 16 * 2**20
 PIECES = 4
@@ -110,6 +111,16 @@ class RowDigests:
                 self._hasher.reset()
                 self._left_bytes = self._row_bytes
         return digests
+
+
+def right_rows(summary: pb.LoadSummary, target: NDArray[np.uint8], row_bytes: int) -> int:
+    """How many leading rows of a load into the flat `target` are what their digests say; O(bytes)."""
+    rows = range(min(summary.blocks, len(summary.digests)))
+    for row in rows:
+        received = target[row * row_bytes : (row + 1) * row_bytes]
+        if xxhash.xxh3_64_intdigest(received.data) != summary.digests[row]:
+            return row
+    return len(rows)
 
 
 class Landing:

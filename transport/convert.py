@@ -12,6 +12,7 @@ from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidName
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
 from kvstore.layer_groups import FIELD_BYTES_MAX, Recurrent, SequenceState, SlidingWindow
+from kvstore.nodes import Node, NodeMatch
 from kvstore.stats import CodecStats, StoreStats, TierStats, WhatIf
 from kvstore.tokens import packed_tokens, unpacked_tokens
 from kvstore.types import (
@@ -27,7 +28,8 @@ from kvstore.types import (
     TierRun,
     require_root,
 )
-from kvstore.v1 import admin_service_pb2, block_pb2, cache_service_pb2
+from kvstore.v1 import admin_service_pb2 as admin_pb
+from kvstore.v1 import block_pb2, cache_service_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,6 +52,7 @@ _STATE_FIELDS = tuple(item.name for item in fields(SequenceState))
 _ROOT_FIELDS = tuple(item.name for item in fields(Root))
 _TIER_NUMBERS = frozenset(int(tier) for tier in Tier)
 _SIMPLE_STATS = (
+    "node",
     "namespaces",
     "lookups",
     "lookup_tokens",
@@ -248,9 +251,9 @@ def commit_from_proto(message: cache_service_pb2.CommitResponse) -> CommitResult
     return CommitResult(message.blocks, message.present_blocks, message.refused_blocks)
 
 
-def pin_to_proto(pin: Pin) -> admin_service_pb2.PinResponse:
+def pin_to_proto(pin: Pin) -> admin_pb.PinResponse:
     """A pin, its end in whole nanoseconds."""
-    message = admin_service_pb2.PinResponse(pin_id=pin.pin_id, blocks=pin.blocks)
+    message = admin_pb.PinResponse(pin_id=pin.pin_id, blocks=pin.blocks)
     if pin.expires_unix_seconds is not None:
         whole = int(pin.expires_unix_seconds)
         message.expires.seconds = whole
@@ -258,7 +261,7 @@ def pin_to_proto(pin: Pin) -> admin_service_pb2.PinResponse:
     return message
 
 
-def pin_from_proto(message: admin_service_pb2.PinResponse) -> Pin:
+def pin_from_proto(message: admin_pb.PinResponse) -> Pin:
     """A pin."""
     expires = message.expires.seconds + message.expires.nanos / 1e9 if message.HasField("expires") else None
     return Pin(message.pin_id, message.blocks, expires)
@@ -352,6 +355,8 @@ def _event_to_proto(event: Event) -> block_pb2.Event:
         parent_key=event.parent_key,
         keys=b"".join(event.keys),
         last_copy=event.last_copy,
+        first_block=event.first_block,
+        block_tokens=event.block_tokens,
     )
 
 
@@ -366,9 +371,56 @@ def _event_from_proto(message: block_pb2.Event) -> Event:
         parent_key=message.parent_key,
         keys=tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)),
         last_copy=message.last_copy,
+        first_block=message.first_block,
+        block_tokens=message.block_tokens,
     )
 
 
 def _tier_to_proto(tier: Tier) -> block_pb2.Tier:
     # The numbers of both enums are the same, which a test checks.
     return cast("block_pb2.Tier", tier.value)
+
+
+def node_to_proto(node: Node) -> admin_pb.Node:
+    """A node of a cluster."""
+    return admin_pb.Node(
+        name=node.name,
+        slot=node.slot,
+        incarnation=node.incarnation,
+        addresses=node.addresses,
+        host_bytes=node.host_bytes,
+        disk_bytes=node.disk_bytes,
+        queue=node.queue,
+    )
+
+
+def node_from_proto(message: admin_pb.Node) -> Node:
+    """A node of a cluster."""
+    return Node(
+        message.name,
+        message.slot,
+        message.incarnation,
+        tuple(message.addresses),
+        message.host_bytes,
+        message.disk_bytes,
+        message.queue,
+    )
+
+
+def node_match_to_proto(match: NodeMatch) -> admin_pb.NodeMatch:
+    """What a node holds of a prompt."""
+    return admin_pb.NodeMatch(
+        node=node_to_proto(match.node),
+        tokens=match.tokens,
+        host_tokens=match.tiers.get(Tier.HOST, 0),
+        disk_tokens=match.tiers.get(Tier.DISK, 0),
+    )
+
+
+def node_match_from_proto(message: admin_pb.NodeMatch) -> NodeMatch:
+    """What a node holds of a prompt; what is neither in its host memory nor on its disk, as far as is told, is PEER."""
+    rest = message.tokens - message.host_tokens - message.disk_tokens
+    tiers = {Tier.HOST: message.host_tokens, Tier.DISK: message.disk_tokens, Tier.PEER: rest}
+    return NodeMatch(
+        node_from_proto(message.node), message.tokens, {tier: tokens for tier, tokens in tiers.items() if tokens > 0}
+    )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.events import EventPage
+    from kvstore.nodes import Node, NodeMatch
     from kvstore.stats import StoreStats
     from kvstore.tokens import Tokens
     from kvstore.types import Namespace, Pin, PrefixMatch, Root, Tier, TokenArray
@@ -64,6 +65,8 @@ _CLEAR = Rpc(ADMIN, "Clear", admin_pb.ClearResponse)
 _FLUSH = Rpc(ADMIN, "Flush", admin_pb.FlushResponse)
 _VERIFY = Rpc(ADMIN, "Verify", admin_pb.VerifyResponse)
 _SCRUB = Rpc(ADMIN, "Scrub", admin_pb.ScrubResponse)
+_LIST_NODES = Rpc(ADMIN, "ListNodes", admin_pb.ListNodesResponse)
+_LOCATE = Rpc(ADMIN, "Locate", admin_pb.LocateResponse)
 
 
 class Plan(NamedTuple, Generic[R, T]):
@@ -211,6 +214,31 @@ def scrub(after: int, limit_bytes: int) -> Plan[admin_pb.ScrubResponse, ScrubPag
         )
 
     return Plan(_SCRUB, Wait.LONG, None, lambda _session, _ns: request, read)
+
+
+def list_nodes() -> Plan[admin_pb.ListNodesResponse, tuple[str, tuple[Node, ...]]]:
+    """Name the nodes."""
+    request = admin_pb.ListNodesRequest()
+
+    def read(answer: admin_pb.ListNodesResponse) -> tuple[str, tuple[Node, ...]]:
+        return answer.node_name, tuple(convert.node_from_proto(node) for node in answer.nodes)
+
+    return Plan(_LIST_NODES, Wait.CONTROL, None, lambda _session, _ns: request, read)
+
+
+def locate(
+    namespace: Namespace, tokens: Tokens, root: Root | None
+) -> Plan[admin_pb.LocateResponse, tuple[NodeMatch, ...]]:
+    """Say where a prompt lies."""
+    prompt = as_prompt(namespace, tokens)
+
+    def of_session(session_id: bytes, ns_id: bytes) -> Message:
+        return admin_pb.LocateRequest(session_id=session_id, prompt=convert.prompt_to_proto(ns_id, root, prompt))
+
+    def read(answer: admin_pb.LocateResponse) -> tuple[NodeMatch, ...]:
+        return tuple(convert.node_match_from_proto(match) for match in answer.matches)
+
+    return Plan(_LOCATE, Wait.CONTROL, namespace, of_session, read)
 
 
 def check() -> Plan[health_pb2.HealthCheckResponse, bool]:

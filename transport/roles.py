@@ -45,6 +45,8 @@ ROLES: dict[str, Role] = {
     "Flush": Role.ADMIN,
     "Verify": Role.ADMIN,
     "Scrub": Role.ADMIN,
+    "ListNodes": Role.READ,
+    "Locate": Role.READ,
 }
 # Those that are about the blocks of all tenants, whoever asks.
 EVERY_TENANT_CALLS = frozenset({"Scrub"})

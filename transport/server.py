@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.arena_service import ArenaUse
     from kvstore.transport.bulk_rows import BulkEngineHost
+    from kvstore.transport.cluster_view import ClusterView
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
     from kvstore.transport.listen import PortServer
     from kvstore.transport.security import Security
@@ -73,6 +74,7 @@ class TransportServer:
         security: Security | None = None,
         bulk_engine: BulkEngineHost | None = None,
         arena: str = ARENA_CHOICES[0],
+        cluster: ClusterView | None = None,
     ) -> None:
         self._listen = [parse_address(text) for text in listen]
         self._limits = limits
@@ -81,6 +83,7 @@ class TransportServer:
         self._state = ServiceState(store, secrets, limits, access, clock)
         self._state.bulk_engine = bulk_engine
         self._state.lends_memory = arena == "map"
+        self._state.cluster = cluster
         self._admission = Admission(access, self._state.tenants)
         self._root = CallRoot(observer, self._admission)
         self._reloader = Reloader(self._security.reloadables(), clock)
@@ -176,6 +179,11 @@ class TransportServer:
             "grpc": passages.count if passages is not None else 0,
             "undecided": listener.undecided if listener is not None else 0,
         }
+
+    @property
+    def transfers(self) -> int:
+        """Loads and writes of bytes that are under way on the fast lane."""
+        return self._lane.bulk.depth
 
     @property
     def refused_connections(self) -> dict[str, int]:

@@ -32,6 +32,8 @@ _CODES: dict[type[errors.KvstoreError], grpc.StatusCode] = {
     errors.NoSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
     errors.BulkEngineError: grpc.StatusCode.UNAVAILABLE,
+    errors.DirectoryUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.NodeNameTakenError: grpc.StatusCode.ALREADY_EXISTS,
     errors.ClosedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StorageError: grpc.StatusCode.INTERNAL,
     errors.DirectoryLockedError: grpc.StatusCode.INTERNAL,

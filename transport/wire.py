@@ -100,6 +100,8 @@ class Method(enum.IntEnum):
     Scrub = 21
     Prefetch = 22
     CancelPrefetch = 23
+    ListNodes = 24
+    Locate = 25
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -126,9 +128,21 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.Scrub: admin_pb.ScrubRequest,
     Method.Prefetch: pb.PrefetchRequest,
     Method.CancelPrefetch: pb.CancelPrefetchRequest,
+    Method.ListNodes: admin_pb.ListNodesRequest,
+    Method.Locate: admin_pb.LocateRequest,
 }
 ADMIN_METHODS = frozenset(
-    (Method.Pin, Method.Unpin, Method.Evict, Method.Clear, Method.Flush, Method.Verify, Method.Scrub)
+    (
+        Method.Pin,
+        Method.Unpin,
+        Method.Evict,
+        Method.Clear,
+        Method.Flush,
+        Method.Verify,
+        Method.Scrub,
+        Method.ListNodes,
+        Method.Locate,
+    )
 )
 BULK_METHODS = frozenset((Method.Load, Method.Write))
 # Those whose prompt may be sent by its growth.

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvstore.errors import KvstoreError, NoSpaceError, UnavailableError
+from kvstore.errors import InvalidArgumentError, KvstoreError, NoSpaceError, UnavailableError
 from kvstore.transport import wire
+from kvstore.transport.bulk import ROWS_MAX
+from kvstore.transport.bulk_memory import RowDigests
 from kvstore.transport.bulk_rows import EngineSeat, TransferEnd
 from kvstore.transport.bulk_socket import SocketTransport
 from kvstore.transport.calls import INTERNAL_DETAILS
@@ -118,6 +120,15 @@ class BulkConnection:
         return outcome.reusable
 
 
+def _hasher(request: pb.LoadRequest | pb.WriteStart, row_bytes: int) -> RowDigests | None:
+    """What makes the digests that a load asks for."""
+    if not isinstance(request, pb.LoadRequest) or not request.with_digests:
+        return None
+    if request.blocks > ROWS_MAX:
+        raise InvalidArgumentError(f"digests of {request.blocks} rows are asked for, expected at most {ROWS_MAX}")
+    return RowDigests(row_bytes)
+
+
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
@@ -194,7 +205,7 @@ class _BulkCall:
     def _transport(self, request: pb.LoadRequest | pb.WriteStart, row_bytes: int) -> BulkTransport:
         """What moves the rows: an engine if the request names memory for it, else frames behind it."""
         if not request.HasField("memory"):
-            return SocketTransport(self._peer, self._call_id)
+            return SocketTransport(self._peer, self._call_id, _hasher(request, row_bytes))
         principal = self._session.principal
         transport = self._seat.transport(principal, request.memory, row_bytes, request.blocks, self._until)
         if isinstance(request, pb.WriteStart):

@@ -16,6 +16,7 @@ from kvstore.errors import UnavailableError
 from kvstore.tokens import packed_tokens
 from kvstore.transport import convert, wire
 from kvstore.transport.arena import Arena
+from kvstore.transport.bulk_memory import right_rows
 from kvstore.transport.link import Matched, OpenNamespaces, R
 from kvstore.transport.lookup_frames import LookupWriter
 from kvstore.transport.plans import SESSION
@@ -144,7 +145,7 @@ class WireLink:
         summary = parsed(pb.LoadResponse, answer, self._address).summary
         if filled_bytes != summary.blocks * row_bytes:
             raise UnavailableError(f"{self._address} ended a load without all of its bytes")
-        return copied + summary.blocks
+        return copied + (right_rows(summary, target, row_bytes) if request.with_digests else summary.blocks)
 
     def read_in_place(self, request: pb.LoadRequest, ends_at: float) -> AbstractContextManager[list[NDArray[np.uint8]]]:
         """The bytes of leading blocks where they lie, while the block runs; none where that cannot be."""

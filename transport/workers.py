@@ -32,6 +32,11 @@ class Workers:
         self._calls_max = calls
         self._calls = 0
 
+    @property
+    def depth(self) -> int:
+        """Calls that run or are queued."""
+        return self._calls
+
     @contextmanager
     def place(self) -> Iterator[None]:
         """Take one of the places for the time of a call; raises NoSpaceError at once if there is none."""

@@ -26,6 +26,9 @@ SERVE_FLAGS = {
     "tls_key": "tls.key",
     "tls_client_ca": "tls.client_ca",
     "access_file": "auth.file",
+    "cluster": "cluster.directory",
+    "node": "cluster.node",
+    "advertise": "cluster.advertise",
 }
 
 # Those of all commands that ask a sidecar.
@@ -70,6 +73,9 @@ def _add_serve(commands: Commands) -> None:
     serve.add_argument("--tls-key", metavar="FILE", help="its key")
     serve.add_argument("--tls-client-ca", metavar="FILE", help="the CA of client certificates")
     serve.add_argument("--access-file", metavar="FILE", help="who gets in: hashes of tokens, names of certificates")
+    serve.add_argument("--cluster", metavar="URL", help="the directory that nodes share, such as valkey://host:6379")
+    serve.add_argument("--node", metavar="NAME", help="what this node is called (default: kept in the data directory)")
+    serve.add_argument("--advertise", metavar="ADDRESS[,ADDRESS]", help="where peers reach it (default: --listen)")
     _add_set(serve)
 
 
@@ -91,6 +97,9 @@ def _add_looking(commands: Commands) -> None:
     stats.add_argument("--what-if", action="store_true", help="what other capacities would have found instead")
     match = _add_remote(commands, "match", "How much of a prompt is stored, and where. Changes no recency.")
     _add_prompt(match)
+    _add_remote(commands, "nodes", "The living nodes of the cluster, this one marked.")
+    locate = _add_remote(commands, "locate", "How much of a prompt each node of the cluster holds.")
+    _add_prompt(locate)
     verify = _add_remote(commands, "verify", "Check every invariant of the index; exit code 1 if one is broken.")
     verify.add_argument("--scrub", action="store_true", help="also read all blocks on disk, and drop what is wrong")
     verify.add_argument("--rate", metavar="SIZE", default="64MiB", help="bytes read per second (default %(default)s)")

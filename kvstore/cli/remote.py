@@ -14,13 +14,14 @@ from kvstore.cli.prompt import namespace_of, root_of, tokens_of
 from kvstore.cli.sidecar import client_files, sidecar_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.quantities import format_size, parse_duration, parse_size
-from kvstore.types import ScrubPage
+from kvstore.types import ScrubPage, Tier
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
     from kvstore.events import Event, EventPage
+    from kvstore.nodes import NodeMatch
     from kvstore.stats import StoreStats
     from kvstore.transport.client import Client
     from kvstore.types import PrefixMatch
@@ -67,6 +68,49 @@ def match(arguments: argparse.Namespace) -> int:
     places = ", ".join(f"{blocks} in {name}" for name, blocks in _tier_blocks(found).items())
     text = f"{found.tokens} of {len(tokens)} tokens, {found.blocks} blocks" + (f": {places}" if places else "")
     _show(arguments, row, text)
+    return ExitCode.DONE
+
+
+def nodes(arguments: argparse.Namespace) -> int:
+    """The nodes of the cluster."""
+    with _connect(arguments) as client:
+        own, found = client.nodes()
+    if arguments.json:
+        print_json({"node": own, "nodes": [asdict(node) for node in found]})
+    else:
+        rows = [
+            (
+                f"{node.name} (this one)" if node.name == own else node.name,
+                node.slot,
+                ",".join(node.addresses),
+                format_size(node.host_bytes),
+                format_size(node.disk_bytes),
+                node.queue,
+            )
+            for node in found
+        ]
+        print_table(("node", "slot", "addresses", "host", "disk", "queue"), rows)
+    return ExitCode.DONE
+
+
+def locate(arguments: argparse.Namespace) -> int:
+    """What each node holds of a prompt."""
+    namespace, root, tokens = namespace_of(arguments), root_of(arguments), tokens_of(arguments)
+    with _connect(arguments) as client:
+        found = client.locate(namespace, tokens, root=root)
+    rows = [
+        {
+            "node": located.node.name,
+            "tokens": located.tokens,
+            "tiers": {tier.name.lower(): count for tier, count in located.tiers.items()},
+        }
+        for located in found
+    ]
+    if arguments.json:
+        print_json({"prompt_tokens": len(tokens), "nodes": rows})
+    else:
+        texts = [(row["node"], row["tokens"], _places(located)) for row, located in zip(rows, found, strict=True)]
+        print_table(("node", "tokens", "where"), texts)
     return ExitCode.DONE
 
 
@@ -199,6 +243,13 @@ def _show(arguments: argparse.Namespace, row: object, text: str) -> None:
         print_json(row)
     else:
         print(text)
+
+
+def _places(located: NodeMatch) -> str:
+    return ", ".join(
+        f"{tokens} to a boundary" if tier is Tier.PEER else f"{tokens} in {tier.name.lower()}"
+        for tier, tokens in located.tiers.items()
+    )
 
 
 def _tier_blocks(found: PrefixMatch) -> dict[str, int]:

@@ -79,7 +79,8 @@ class Index:
         self.accounting = Accounting(settings.request_ids_max)
         start = f"{disk.start_count}-" if disk is not None else ""
         self.events = EventLog(f"{start}{secrets.token_hex(8)}", settings.events_bytes)
-        self._node_secret = disk.node_secret if disk is not None else secrets.token_bytes(_SECRET_BYTES)
+        own_secret = disk.node_secret if disk is not None else secrets.token_bytes(_SECRET_BYTES)
+        self._node_secret = own_secret if settings.node_secret is None else settings.node_secret
         self.pins = PinTable(self)
         self._opening = threading.Lock()
         self._spaces: dict[Namespace, Space] = {}

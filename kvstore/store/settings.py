@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
@@ -89,6 +89,8 @@ class StoreSettings:
     prefetches_max: int = 64
     quotas: tuple[Quota, ...] = ()
     codecs: tuple[CodecRule, ...] = ()
+    # What namespaces without a secret are kept under, the same on all nodes that share them; None: this store's own.
+    node_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for item in fields(self):

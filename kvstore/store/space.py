@@ -349,6 +349,21 @@ class Space:
                 EventKind.STORED, self.ns_id, root_key=root_key, tier=tier, parent_key=parent_key, keys=tuple(keys)
             )
 
+    def announce_new(self, keys: Sequence[bytes], path_keys: Sequence[bytes], first: int) -> None:
+        """Tell the event log of new blocks in host memory, from block `first` of a path on, which its keys begin with
+        that of the root."""
+        if keys:
+            self._events.append(
+                EventKind.STORED,
+                self.ns_id,
+                root_key=path_keys[0],
+                tier=Tier.HOST,
+                parent_key=path_keys[first],
+                keys=tuple(keys),
+                first_block=first,
+                block_tokens=self.layout.block_tokens,
+            )
+
     def announce_states(self, states: Iterable[StoredState], tier: Tier | None, *, is_last_copy: bool) -> None:
         """Tell the event log that states left a tier, or all of them."""
         keys = tuple(state.key for state in states)

@@ -283,8 +283,7 @@ class StoreStage:
             self._index.accounting.stored_blocks += stored
             if stored:
                 first = self._present
-                stored_keys = keys[first + 1 : first + 1 + stored]
-                space.announce(Tier.HOST, stored_keys, root_key=self.root_key, parent_key=keys[first])
+                space.announce_new(keys[first + 1 : first + 1 + stored], keys, first)
             if keys:
                 self._sparse.attach(self._standing(staged, placed), keys, self.prompt)
             self._index.accounting.rejected_blocks["sparse_full"] += self._sparse.refused_blocks

@@ -15,12 +15,13 @@ from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError, Stor
 from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.stats import StoreStats, TierStats
+from kvstore.store.boundaries import boundaries
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
 from kvstore.store.movers import Movers
 from kvstore.store.placement import DiskAdmission, StoreRequest, admit_host, leading
-from kvstore.store.prefetch import Prefetcher, StorePrefetch, WriteThrough
+from kvstore.store.prefetch import Prefetcher, WriteThrough
 from kvstore.store.refusal import RefusedStage
 from kvstore.store.room import RoomMaker
 from kvstore.store.scrub import drop_bad
@@ -47,12 +48,14 @@ from kvstore.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from types import TracebackType
 
+    from kvstore.api import Prefetch
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.state_blobs import BlobLease, BlobStage
+    from kvstore.store.peers import Peers
     from kvstore.store.settings import StoreSettings
     from kvstore.store.space import Freed, Space
     from kvstore.store.state_handles import StateRowsLease, StateRowsStage
@@ -89,14 +92,24 @@ class Store:
         self._leases: set[StoreLease | StateRowsLease] = set()
         self._stages: set[StoreStage | StateRowsStage] = set()
         self._shared = SharedStages()
+        self._peers: Peers | None = None
         self._open = True
         self._left_behind = False
         _stores.add(self)
+
+    def share_with(self, peers: Peers | None) -> None:
+        """From now on prefetches ask other nodes for what is missing here; None ends that."""
+        self._peers = peers
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace; see kvstore.api.KvStore."""
         self._check_open()
         return self._index.namespace_id(namespace)
+
+    def block_keys(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> list[bytes]:
+        """The keys of a prompt's whole blocks, stored or not: what nodes call them among each other."""
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        return space.prompt_keys(root_key, prompt)[1:]
 
     def match(
         self,
@@ -126,15 +139,17 @@ class Store:
 
     def prefetch(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, wait_seconds: float | None = 0.0
-    ) -> StorePrefetch:
+    ) -> Prefetch:
         """Bring a stored prefix up into host memory; see kvstore.api.KvStore."""
         if wait_seconds is not None:
             wait_seconds = require_seconds(wait_seconds, "wait_seconds")
         space, root_key, prompt = self._address(namespace, tokens, root)
         if space.states is not None:
-            prefetch = self._state_prefetcher.start(space, root_key, prompt)
+            prefetch: Prefetch = self._state_prefetcher.start(space, root_key, prompt)
         else:
             prefetch = self._prefetcher.start(space, space.find(root_key, prompt))
+            if self._peers is not None:
+                prefetch = self._peers.prefetch(namespace, PLAIN_ROOT if root is None else root, prompt, prefetch)
         try:
             prefetch.wait(wait_seconds)
         except BaseException:
@@ -385,6 +400,10 @@ class Store:
             )
         return self._index.events.read(after, limit, wait_seconds)
 
+    def boundaries(self, every_tokens: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Namespaces and keys of the blocks that end at a multiple of so many tokens; see boundaries.py."""
+        return boundaries(self._index, every_tokens)
+
     def flush(self) -> None:
         """Return when everything committed and admitted to disk is there."""
         self._check_open()
@@ -551,6 +570,8 @@ class Store:
         with self._index.lock:
             self._stages.discard(stage)
         self._shared.forget(stage)
+        if self._peers is not None:
+            self._peers.stage_ended(stage.space, stage.root_key, stage.prompt)
         if stage.space.disk is None or self._settings.disk_admission != DiskAdmission.WRITE_THROUGH or not self._open:
             return
         found = stage.space.find(stage.root_key, stage.prompt)

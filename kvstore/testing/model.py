@@ -253,6 +253,14 @@ class ModelTree:
         ]
         return sorted(ids, key=lambda block_id: self.blocks[block_id].depth)
 
+    def boundaries(self, every: int) -> list[int]:
+        """All committed blocks at whose end the prefix has a multiple of `every` blocks."""
+        return [
+            block_id
+            for block_id in self._ids.values()
+            if self.blocks[block_id].slots and len(self.blocks[block_id].path[1]) % every == 0
+        ]
+
     def keys(self, block_id: int) -> tuple[bytes, bytes]:
         """The parent's key and the block's own."""
         root, path = self.blocks[block_id].path

@@ -238,6 +238,11 @@ void BindTree(nb::module_& module) {
              return SliceToPython(tree.MissingIn(tier, source_tier, first_id));
            },
            "tier"_a, "source_tier"_a, "first_id"_a)
+      .def("boundaries",
+           [](const RadixTree& tree, int64_t every, int64_t first_id) {
+             return SliceToPython(tree.Boundaries(every, first_id));
+           },
+           "every"_a, "first_id"_a)
       .def("prepare_keys", [](RadixTree& tree, const InputArray& ids) { return tree.PrepareKeys(View(ids)); },
            "ids"_a.noconvert())
       .def("keys",

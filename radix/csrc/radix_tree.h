@@ -161,6 +161,7 @@ class RadixTree {
   Removed Reap();
 
   Slice MissingIn(int64_t tier, int64_t source_tier, int64_t first_id = 0) const;
+  Slice Boundaries(int64_t every, int64_t first_id = 0) const;
   bool PrepareKeys(IdSpan ids);  // false where there is more to do before Keys and Evict need no keys of other edges
   std::vector<Key128> Keys(IdSpan ids);  // (parent key, own key) of each id
   Ids Tokens(IdSpan ids) const;

@@ -45,6 +45,22 @@ Slice RadixTree::MissingIn(int64_t tier, int64_t source_tier, int64_t first_id) 
   return slice;
 }
 
+Slice RadixTree::Boundaries(int64_t every, int64_t first_id) const {
+  if (every < 1) throw std::invalid_argument("a boundary is at every so many blocks, expected at least 1");
+  Slice slice;
+  const uint64_t steps_max = steps_ + limits_.slice_blocks;
+  slice.next = blocks_.VisitFrom(CheckFirstId(first_id), [&](uint32_t id, const Block& block) {
+    const bool is_last = ++steps_ >= steps_max;
+    const bool is_committed = block.slot[0] != kNoSlot || block.slot[1] != kNoSlot;
+    if (block.state == BlockState::kAttached && is_committed && (int64_t{block.depth} + 1) % every == 0 &&
+        !IsCondemned(block.node)) {
+      slice.ids.push_back(id);
+    }
+    return !is_last;
+  });
+  return slice;
+}
+
 // Adds what is missing on the way from the root to this block, itself included, but for what was looked at already.
 void RadixTree::AddMissingPath(uint32_t id, int absent, int present, std::unordered_map<uint32_t, uint32_t>* done,
                                Ids* ids) const {

@@ -38,7 +38,17 @@ SERVICES = (
     pb.DESCRIPTOR.services_by_name["CacheService"],
     admin_pb.DESCRIPTOR.services_by_name["AdminService"],
 )
-NEEDS_NO_SESSION = ("Session", "GetStats", "ReadEvents", "WatchEvents", "Unpin", "Flush", "Verify", "Scrub")
+NEEDS_NO_SESSION = (
+    "Session",
+    "GetStats",
+    "ReadEvents",
+    "WatchEvents",
+    "Unpin",
+    "Flush",
+    "Verify",
+    "Scrub",
+    "ListNodes",
+)
 METHODS = [method for service in SERVICES for method in service.methods]
 
 

@@ -300,6 +300,15 @@ class RadixComparison(RuleBasedStateMachine):
             }
             assert ancestors <= set(found[:index])
 
+    @rule(every=st.integers(1, 3))
+    def boundaries(self, every: int) -> None:
+        found: list[int] = []
+        next_id: int | None = 0
+        while next_id is not None:
+            ids, next_id = self.tree.boundaries(every, next_id)
+            found += self.model_ids(ids.tolist())
+        assert sorted(self.model.boundaries(every)) == sorted(found)
+
     @invariant()
     def the_tree_is_sound(self) -> None:
         assert [] == self.tree.check_integrity()

@@ -115,3 +115,59 @@ class ScrubResponse(_message.Message):
     remaining_blocks: int
     next_after: int
     def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., repaired_slots: _Optional[int] = ..., remaining_blocks: _Optional[int] = ..., next_after: _Optional[int] = ...) -> None: ...
+
+class ListNodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNodesResponse(_message.Message):
+    __slots__ = ("node_name", "nodes")
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    node_name: str
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    def __init__(self, node_name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("name", "slot", "incarnation", "addresses", "host_bytes", "disk_bytes", "queue")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    slot: int
+    incarnation: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    host_bytes: int
+    disk_bytes: int
+    queue: int
+    def __init__(self, name: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., queue: _Optional[int] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("session_id", "prompt")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    prompt: _block_pb2.Prompt
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ...) -> None: ...
+
+class LocateResponse(_message.Message):
+    __slots__ = ("matches",)
+    MATCHES_FIELD_NUMBER: _ClassVar[int]
+    matches: _containers.RepeatedCompositeFieldContainer[NodeMatch]
+    def __init__(self, matches: _Optional[_Iterable[_Union[NodeMatch, _Mapping]]] = ...) -> None: ...
+
+class NodeMatch(_message.Message):
+    __slots__ = ("node", "tokens", "host_tokens", "disk_tokens")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    node: Node
+    tokens: int
+    host_tokens: int
+    disk_tokens: int
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Pins, evictions, flushes and checks. Sessions, namespaces and errors are those of CacheService.
+    """Pins, evictions, flushes, checks, and the nodes of the cluster. Sessions, namespaces and errors are those of CacheService.
     """
 
     def __init__(self, channel):
@@ -70,10 +70,20 @@ class AdminServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.ScrubRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ScrubResponse.FromString,
                 _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/kvstore.v1.AdminService/ListNodes',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/kvstore.v1.AdminService/Locate',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
-    """Pins, evictions, flushes and checks. Sessions, namespaces and errors are those of CacheService.
+    """Pins, evictions, flushes, checks, and the nodes of the cluster. Sessions, namespaces and errors are those of CacheService.
     """
 
     def Pin(self, request, context):
@@ -125,6 +135,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNodes(self, request, context):
+        """Names the living nodes of the cluster. UNAVAILABLE while its directory does not answer. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """Says how much of a prompt each living node holds, for routers. UNAVAILABLE likewise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -163,6 +187,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ScrubRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__service__pb2.ScrubResponse.SerializeToString,
             ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ListNodesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvstore.v1.AdminService', rpc_method_handlers)
@@ -172,7 +206,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Pins, evictions, flushes and checks. Sessions, namespaces and errors are those of CacheService.
+    """Pins, evictions, flushes, checks, and the nodes of the cluster. Sessions, namespaces and errors are those of CacheService.
     """
 
     @staticmethod
@@ -354,6 +388,60 @@ class AdminService(object):
             '/kvstore.v1.AdminService/Scrub',
             kvstore_dot_v1_dot_admin__service__pb2.ScrubRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__service__pb2.ScrubResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/ListNodes',
+            kvstore_dot_v1_dot_admin__service__pb2.ListNodesRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/Locate',
+            kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -155,7 +155,7 @@ class TierRun(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("sequence", "kind", "ns_id", "root_key", "tier", "parent_key", "keys", "last_copy")
+    __slots__ = ("sequence", "kind", "ns_id", "root_key", "tier", "parent_key", "keys", "last_copy", "first_block", "block_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NS_ID_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,8 @@ class Event(_message.Message):
     PARENT_KEY_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LAST_COPY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     kind: EventKind
     ns_id: bytes
@@ -172,7 +174,9 @@ class Event(_message.Message):
     parent_key: bytes
     keys: bytes
     last_copy: bool
-    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., ns_id: _Optional[bytes] = ..., root_key: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., parent_key: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., last_copy: bool = ...) -> None: ...
+    first_block: int
+    block_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., ns_id: _Optional[bytes] = ..., root_key: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., parent_key: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., last_copy: bool = ..., first_block: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class EventPage(_message.Message):
     __slots__ = ("epoch", "events", "next_after", "gap")
@@ -209,7 +213,7 @@ class WhatIf(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., scale: _Optional[float] = ..., capacity_bytes: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
 
 class StoreStats(_message.Message):
-    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots", "prefetches", "prefetched_blocks", "written_bytes", "moves", "states", "codecs")
+    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots", "prefetches", "prefetched_blocks", "written_bytes", "moves", "states", "codecs", "node")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +297,7 @@ class StoreStats(_message.Message):
     MOVES_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.MessageMap[str, TierStats]
     namespaces: int
     lookups: int
@@ -320,7 +325,8 @@ class StoreStats(_message.Message):
     moves: int
     states: int
     codecs: _containers.MessageMap[str, CodecStats]
-    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., prefetches: _Optional[_Mapping[str, int]] = ..., prefetched_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., moves: _Optional[int] = ..., states: _Optional[int] = ..., codecs: _Optional[_Mapping[str, CodecStats]] = ...) -> None: ...
+    node: str
+    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., prefetches: _Optional[_Mapping[str, int]] = ..., prefetched_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., moves: _Optional[int] = ..., states: _Optional[int] = ..., codecs: _Optional[_Mapping[str, CodecStats]] = ..., node: _Optional[str] = ...) -> None: ...
 
 class CodecStats(_message.Message):
     __slots__ = ("written_blocks", "raw_bytes", "slot_bytes", "read_blocks", "max_absolute_error", "rms_relative_error", "encode_seconds", "decode_seconds")

@@ -172,20 +172,22 @@ class LeasedState(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., state_tokens: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("session_id", "lease_id", "from_block", "blocks", "part", "memory")
+    __slots__ = ("session_id", "lease_id", "from_block", "blocks", "part", "memory", "with_digests")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    WITH_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     lease_id: int
     from_block: int
     blocks: int
     part: int
     memory: FarMemory
-    def __init__(self, session_id: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., from_block: _Optional[int] = ..., blocks: _Optional[int] = ..., part: _Optional[int] = ..., memory: _Optional[_Union[FarMemory, _Mapping]] = ...) -> None: ...
+    with_digests: bool
+    def __init__(self, session_id: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., from_block: _Optional[int] = ..., blocks: _Optional[int] = ..., part: _Optional[int] = ..., memory: _Optional[_Union[FarMemory, _Mapping]] = ..., with_digests: bool = ...) -> None: ...
 
 class FarMemory(_message.Message):
     __slots__ = ("engine", "metadata", "address", "nbytes")

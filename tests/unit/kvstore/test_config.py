@@ -213,7 +213,7 @@ def test_host_capacity_is_decided_at_start_unless_given():
 
 def test_the_limits_are_those_of_the_transport_and_the_store_with_the_same_defaults():
     assert asdict(ServiceLimits()) == asdict(LimitsConfig())
-    others = ("events_bytes", "quotas", "codecs")
+    others = ("events_bytes", "quotas", "codecs", "node_secret")
     assert {k: v for k, v in asdict(StoreSettings()).items() if k not in others} == asdict(StoreConfig())
     assert StoreSettings().events_bytes == Config().events.capacity_bytes
 

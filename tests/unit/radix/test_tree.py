@@ -297,6 +297,8 @@ def test_eviction_takes_the_coldest_tail_first_and_asks_other_tiers() -> None:
         lambda tree, ids: tree.take_victims(Tier.HOST, 1, nan),
         lambda tree, ids: tree.take_range(Tier.HOST, -1, 1),
         lambda tree, ids: tree.missing_in(Tier.DISK, Tier.HOST, -1),
+        lambda tree, ids: tree.boundaries(0),
+        lambda tree, ids: tree.boundaries(1, -1),
         lambda tree, ids: tree.take_range(Tier.HOST, 0, 1, 2**32),
         lambda tree, ids: tree.prepare_keys(np.append(ids, np.uint32(4))),
         lambda tree, ids: tree.evict(np.append(ids, np.uint32(4)), Tier.HOST),

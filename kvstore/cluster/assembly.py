@@ -1,0 +1,99 @@
+"""What the settings say of a node among others: its directory, its name, and what keeps it there."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.cluster.announcer import Announcer, AnnounceSettings
+from kvstore.cluster.directory import NodeProfile
+from kvstore.cluster.memory_directory import MemoryDirectory, SharedDirectory
+from kvstore.cluster.valkey_address import parse_valkey_address
+from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
+from kvstore.cluster.valkey_link import LinkOptions, ValkeyLink
+from kvstore.config import read_secret
+from kvstore.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.clock import Clock
+    from kvstore.cluster.announcer import AnnouncedStore
+    from kvstore.cluster.directory import Membership
+    from kvstore.cluster.valkey_address import ValkeyAddress
+    from kvstore.cluster_config import ClusterConfig
+
+_IDENTITY_BYTES = 16
+_NODE_FILE = "node.json"
+
+
+def open_membership(config: ClusterConfig, clock: Clock) -> Membership:
+    """The directory of the settings; without one, a directory of this node alone. Asks no server yet."""
+    if not config.directory:
+        return MemoryDirectory(SharedDirectory(clock, config.lease_seconds, config.entry_seconds))
+    options = LinkOptions(
+        timeout_seconds=config.directory_seconds_max,
+        retry_seconds=config.lease_seconds / 2,  # longer than from one renewal to the next, which tries anyway
+        tls_ca=config.directory_tls_ca,
+        tls_cert=config.directory_tls_cert,
+        tls_key=config.directory_tls_key,
+    )
+    link = ValkeyLink(_address(config), options, clock)
+    return ValkeyDirectory(link, config.name, DirectoryTimes(config.lease_seconds, config.entry_seconds), clock)
+
+
+def open_announcer(
+    config: ClusterConfig, store: AnnouncedStore, membership: Membership, clock: Clock, *, queue: Callable[[], int]
+) -> Announcer:
+    """What keeps this node in its directory, not started yet. `queue` tells how many transfers are under way here."""
+    settings = AnnounceSettings(
+        announce_tokens=config.announce_tokens,
+        announce_after_seconds=config.announce_after_seconds,
+        lease_seconds=config.lease_seconds,
+        entry_seconds=config.entry_seconds,
+    )
+    return Announcer(store, membership, settings=settings, clock=clock, queue=queue)
+
+
+def node_profile(config: ClusterConfig, data_dir: str) -> NodeProfile:
+    """Who this node is: after a restart the same, if it has a data directory. Raises StorageError."""
+    given = config.node or socket.gethostname() or "node"
+    if not config.directory or not data_dir:
+        identity = secrets.token_bytes(_IDENTITY_BYTES)
+        is_named = bool(config.node) or not config.directory
+        return NodeProfile(given if is_named else f"{given}-{identity[:4].hex()}", identity)
+    kept = _kept_profile(Path(data_dir) / _NODE_FILE, given if config.node else "")
+    return kept if not config.node else replace(kept, name=config.node)
+
+
+def _kept_profile(path: Path, name: str) -> NodeProfile:
+    """What the data directory says of this node; written there at the first start."""
+    try:
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return NodeProfile(str(kept["name"]), bytes.fromhex(kept["identity"]))
+        identity = secrets.token_bytes(_IDENTITY_BYTES)
+        profile = NodeProfile(name or f"{socket.gethostname() or 'node'}-{identity[:4].hex()}", identity)
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps({"name": profile.name, "identity": identity.hex()}), encoding="utf-8")
+        fresh.replace(path)
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise StorageError(
+            f"{path} cannot be used: {err}; it names this node in its cluster, so restore it, or delete it for a new "
+            "name"
+        ) from err
+    return profile
+
+
+def _address(config: ClusterConfig) -> ValkeyAddress:
+    address = parse_valkey_address(config.directory)
+    if config.directory_user:
+        address = replace(address, username=config.directory_user)
+    if config.directory_password_file:
+        password = read_secret(Path(config.directory_password_file))
+        address = replace(address, password=password.decode("utf-8", "surrogateescape"))
+    return address

@@ -1,0 +1,358 @@
+"""The directory of a cluster in Valkey or Redis: a Membership that nodes share. valkey_scripts.py has the bytes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvstore.cluster import valkey_scripts as scripts
+from kvstore.cluster.directory import ALL_GROUPS, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
+from kvstore.cluster.memory_directory import name_taken
+from kvstore.cluster.valkey_link import script_command
+from kvstore.errors import DirectoryUnavailableError
+from kvstore.nodes import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvstore.clock import Clock
+    from kvstore.cluster.directory import NodeProfile
+    from kvstore.cluster.valkey_link import Command, ValkeyLink
+
+_SCRIPT_KEYS_MAX = 64  # boundaries in one script: at most some milliseconds of the server, sweeping included
+_SCRIPTS_MAX = 16  # that are sent together
+_FIELD = slice(2, 10)
+_TURNS = 3  # renewals in which all groups are looked at once
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryTimes:
+    """How long things last."""
+
+    lease_seconds: float = 15.0
+    entry_seconds: float = 3600.0  # an entry that is not repeated
+
+    @property
+    def lease_ms(self) -> int:
+        """Of a node."""
+        return round(self.lease_seconds * 1000)
+
+    @property
+    def period_ms(self) -> int:
+        """In which each node says once all that it holds."""
+        return round(self.entry_seconds * 500)
+
+    @property
+    def reissue_ms(self) -> int:
+        """From the end of a lease until no entry of its slot can be left: see valkey_scripts."""
+        return 6 * self.period_ms
+
+
+class ValkeyDirectory:
+    """A Membership of one node. Thread-safe; `_lock` guards what is known of other nodes, and no call is made under it.
+
+    What it costs: `holders` one pipeline for 512 boundaries (some 40 us and 2 us each), `renew` three,
+    and at every second one a look at all leases, some 250 bytes each.
+    """
+
+    def __init__(self, link: ValkeyLink, name: str, times: DirectoryTimes, clock: Clock) -> None:
+        """`name` is that of the cluster: what its keys begin with."""
+        self._link = link
+        self._name = name
+        self._times = times
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: dict[int, Node] = {}
+        self._known_at: float | None = None
+        self._profile: NodeProfile | None = None
+        self._node: Node | None = None
+        self._marks: dict[int, int] = {}  # of the groups that this node has written to; only its own thread uses them
+        self._is_lost = False  # what it wrote to some group is not there
+        self._turn = 0
+
+    def join(self, profile: NodeProfile) -> Node:
+        """Take a lease; see Membership."""
+        self._profile = profile
+        node = Node(
+            profile.name,
+            0,
+            secrets.randbits(63),
+            profile.addresses,
+            profile.host_bytes,
+            profile.disk_bytes,
+            queue=0,
+        )
+        self._node = self._take(node, wanted=None, is_start=True)
+        self._forget_marks()
+        self._look()
+        return self._node
+
+    def renew(self, queue: int) -> Renewal:
+        """Renew the lease; see Membership."""
+        node = replace(self._joined(), queue=queue)
+        renewed = script_command(
+            scripts.RENEW,
+            [*self._node_keys(), self._lease_key(node.slot)],
+            node.slot,
+            _hex(node.incarnation),
+            self._lease_text(node),
+            self._times.lease_ms,
+            self._times.reissue_ms,
+        )
+        groups = self._next_groups()
+        if not self._link.probe([renewed])[0]:
+            node, groups = self._take(node, wanted=node.slot), ALL_GROUPS
+        if node.slot == self._joined().slot:
+            self._tell([(group, []) for group in sorted(groups)], announces=False)
+            if self._is_lost:
+                node = self._take(node, wanted=None)
+        is_new = node.slot != self._joined().slot
+        self._node = node
+        if is_new:
+            self._forget_marks()
+            self._look()
+        self._living()
+        return Renewal(node, ALL_GROUPS if is_new else frozenset())
+
+    def announce(self, keys: Sequence[bytes]) -> None:
+        """Say what this node holds; see Membership."""
+        self._tell(_batches(keys), announces=True)
+
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        """Say what it holds no more; see Membership."""
+        self._tell(_batches(keys), announces=False)
+
+    def leave(self) -> None:
+        """End the lease; see Membership."""
+        node, self._node = self._node, None
+        if node is not None:
+            keys = [f"{{{self._name}:nodes}}:ends", self._lease_key(node.slot)]
+            self._link.run(
+                script_command(scripts.LEAVE, keys, node.slot, _hex(node.incarnation), self._times.reissue_ms)
+            )
+
+    def close(self) -> None:
+        """Close connections; see Membership."""
+        self._link.close()
+
+    def nodes(self) -> Sequence[Node]:
+        """The living nodes; see Directory."""
+        return tuple(node for _, node in sorted(self._living().items()))
+
+    def holders(self, keys: Sequence[bytes]) -> Sequence[frozenset[int]]:
+        """Who holds boundaries; see Directory."""
+        living = self._living()
+        values = self._link.run_all([("HGET", self._bucket_key(key), key[_FIELD]) for key in keys])
+        return tuple(frozenset(slot for slot in _slots(value) if slot in living) for value in values)
+
+    def claim(self, key: bytes, seconds: float) -> ValkeyClaim | None:
+        """Claim a key; see Directory."""
+        me = f"{_hex(self._joined().incarnation)} {secrets.token_hex(8)}"
+        claim = ValkeyClaim(self._link, self._claim_key(key), me)
+        dead = ""
+        for _ in range(2):
+            held = _text(self._link.run(script_command(scripts.CLAIM, [claim.name], me, _ms(seconds), dead)))
+            if not held:
+                return claim
+            if self._is_alive(held):
+                return None
+            dead = held
+        return None
+
+    def claimed(self, key: bytes) -> float | None:
+        """What a claim has left; see Directory."""
+        name = self._claim_key(key)
+        held, left_ms = self._link.run_all([("GET", name), ("PTTL", name)])
+        return left_ms / 1000 if held and left_ms > 0 and self._is_alive(_text(held)) else None
+
+    def _forget_marks(self) -> None:
+        self._marks.clear()
+        self._is_lost = False
+
+    def _take(self, node: Node, *, wanted: int | None, is_start: bool = False) -> Node:
+        """Take a lease, with the wanted slot if that is still there for this node."""
+        assert self._profile is not None, "who has a node has a profile"
+        command = script_command(
+            scripts.JOIN,
+            self._node_keys(),
+            self._lease_key(""),
+            node.name,
+            self._profile.identity.hex(),
+            _hex(node.incarnation),
+            self._lease_text(node),
+            self._times.lease_ms,
+            self._times.reissue_ms,
+            "" if wanted is None else wanted,
+            "1" if is_start else "0",
+        )
+        answer = self._link.probe([command])[0]
+        if answer == b"taken":
+            raise name_taken(node.name)
+        if answer == b"full":
+            raise DirectoryUnavailableError(f"all {SLOTS_MAX} slots of the directory are in use; try again in an hour")
+        return replace(node, slot=int(answer))
+
+    def _next_groups(self) -> frozenset[int]:
+        """Those whose marks are due: each once in _TURNS renewals."""
+        self._turn = (self._turn + 1) % _TURNS
+        return frozenset(range(self._turn, GROUPS, _TURNS))
+
+    def _tell(self, batches: Iterable[tuple[int, Sequence[bytes]]], *, announces: bool) -> None:
+        """Write to groups, and note which of them are not as this node left them."""
+        waiting = iter(batches)
+        while some := list(islice(waiting, _SCRIPTS_MAX)):
+            expected = [self._marks.get(group) for group, _ in some]
+            commands = [self._tell_command(group, keys, announces=announces) for group, keys in some]
+            try:
+                answers = self._link.run_all(commands)
+            except DirectoryUnavailableError:
+                for group, _ in some:  # what of it was done is not known
+                    self._marks.pop(group, None)
+                raise
+            pairs = zip(expected, answers, strict=True)
+            self._is_lost |= any(mark is not None and not answer for mark, answer in pairs)
+
+    def _tell_command(self, group: int, keys: Sequence[bytes], *, announces: bool) -> Command:
+        buckets: defaultdict[str, list[bytes]] = defaultdict(list)
+        for key in keys:
+            buckets[self._bucket_key(key)].append(key[_FIELD])
+        mark = self._marks.get(group)
+        self._marks[group] = 1 if mark is None else mark + 1
+        fields: list[str | bytes | int] = []
+        for found in buckets.values():
+            fields += [len(found), *found]
+        return script_command(
+            scripts.TELL,
+            [f"{{{self._name}:{group}}}:marks", *buckets],
+            "1" if announces else "0",
+            self._joined().slot,
+            "" if mark is None else mark,
+            self._marks[group],
+            self._times.period_ms,
+            HOLDERS_MAX,
+            *fields,
+        )
+
+    def _living(self) -> dict[int, Node]:
+        """Living nodes by slot, asked for again where what is known is too old."""
+        with self._lock:
+            known, at = self._known, self._known_at
+        if at is None or self._clock.monotonic() - at > self._times.lease_seconds / 2:
+            return self._look()
+        return known
+
+    def _look(self) -> dict[int, Node]:
+        """Ask which nodes live."""
+        asked_at = self._clock.monotonic()
+        command = script_command(scripts.LOOK, self._node_keys()[:1], self._lease_key(""), self._times.reissue_ms)
+        found = iter(self._link.run(command))
+        known = {int(slot): _node(int(slot), text) for slot, text in zip(found, found, strict=True)}
+        with self._lock:
+            self._known, self._known_at = known, asked_at
+        return known
+
+    def _is_alive(self, claim: str) -> bool:
+        owner = claim.partition(" ")[0]
+        return any(_hex(node.incarnation) == owner for node in self._living().values())
+
+    def _joined(self) -> Node:
+        if self._node is None:
+            raise DirectoryUnavailableError("this node has not joined the directory yet, or left it")
+        return self._node
+
+    def _lease_text(self, node: Node) -> str:
+        assert self._profile is not None, "who has a node has a profile"
+        return json.dumps(
+            {
+                "name": node.name,
+                "identity": self._profile.identity.hex(),
+                "incarnation": _hex(node.incarnation),
+                "addresses": node.addresses,
+                "host_bytes": node.host_bytes,
+                "disk_bytes": node.disk_bytes,
+                "queue": node.queue,
+            }
+        )
+
+    def _node_keys(self) -> list[str]:
+        return [f"{{{self._name}:nodes}}:{kind}" for kind in ("ends", "names", "owners")]
+
+    def _lease_key(self, slot: int | str) -> str:
+        return f"{{{self._name}:nodes}}:lease:{slot}"
+
+    def _bucket_key(self, key: bytes) -> str:
+        bucket = (key[0] & 3) << 10 | key[1] << 2 | key[2] >> 6
+        return f"{{{self._name}:{key_group(key)}}}:{bucket:x}"
+
+    def _claim_key(self, key: bytes) -> bytes:
+        return f"{self._name}:claim:".encode() + key
+
+
+class ValkeyClaim:
+    """A Claim in Valkey."""
+
+    def __init__(self, link: ValkeyLink, name: bytes, value: str) -> None:
+        self._link = link
+        self.name = name
+        self._value = value
+
+    def renew(self, seconds: float) -> bool:
+        """Hold it for longer; see Claim."""
+        return bool(self._link.run(script_command(scripts.RENEW_CLAIM, [self.name], self._value, _ms(seconds))))
+
+    def release(self) -> None:
+        """End it; see Claim."""
+        self._link.run(script_command(scripts.RELEASE_CLAIM, [self.name], self._value))
+
+
+def _batches(keys: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
+    """Keys by group, in the order of groups, as many at a time as one script takes."""
+    by_group: defaultdict[int, list[bytes]] = defaultdict(list)
+    for key in keys:
+        by_group[key_group(key)].append(key)
+    for group, found in sorted(by_group.items()):
+        for first in range(0, len(found), _SCRIPT_KEYS_MAX):
+            yield group, found[first : first + _SCRIPT_KEYS_MAX]
+
+
+def _slots(value: bytes | None) -> Iterator[int]:
+    """The slots of an entry, which has three bytes for each holder; none where there is no entry."""
+    holders = value or b""
+    return (holders[at] << 8 | holders[at + 1] for at in range(0, len(holders) - 2, 3))
+
+
+def _node(slot: int, text: bytes) -> Node:
+    """A node by its lease. Raises DirectoryUnavailableError for what no node of ours wrote."""
+    try:
+        told = json.loads(text)
+        return Node(
+            str(told["name"]),
+            slot,
+            int(told["incarnation"], 16),
+            tuple(map(str, told["addresses"])),
+            int(told["host_bytes"]),
+            int(told["disk_bytes"]),
+            int(told["queue"]),
+        )
+    except (ValueError, TypeError, KeyError) as err:
+        raise DirectoryUnavailableError(
+            f"the lease of slot {slot} in the directory is none of kvstore's ({err!r:.80}); let each cluster have a "
+            "name (cluster.name) or a database of its own"
+        ) from err
+
+
+def _hex(incarnation: int) -> str:
+    return f"{incarnation:016x}"
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _text(answer: bytes) -> str:
+    return answer.decode("ascii", "replace")

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.clock import SystemClock
+from kvstore.cluster.assembly import node_profile, open_membership
+from kvstore.cluster.memory_directory import MemoryDirectory
+from kvstore.cluster_config import ClusterConfig
+from kvstore.errors import ConfigError, StorageError
+
+SHARED = ClusterConfig(directory="valkey://cache")
+
+
+def test_a_node_is_the_same_after_a_restart_if_it_has_a_data_directory(tmp_path: Path) -> None:
+    first = node_profile(SHARED, str(tmp_path))
+    assert first == node_profile(SHARED, str(tmp_path))
+    assert 16 == len(first.identity)
+    assert first.identity != node_profile(SHARED, "").identity
+
+
+def test_a_name_that_is_given_counts_and_the_identity_stays(tmp_path: Path) -> None:
+    first = node_profile(SHARED, str(tmp_path))
+    named = node_profile(ClusterConfig(directory="valkey://cache", node="seven"), str(tmp_path))
+    assert ("seven", first.identity) == (named.name, named.identity)
+
+
+def test_nodes_of_one_host_without_data_have_names_of_their_own() -> None:
+    assert node_profile(SHARED, "").name != node_profile(SHARED, "").name
+
+
+def test_a_node_alone_leaves_nothing_in_its_data_directory(tmp_path: Path) -> None:
+    node_profile(ClusterConfig(), str(tmp_path))
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"name": "a"}', '{"name": "a", "identity": "xy"}'])
+def test_a_damaged_name_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    (tmp_path / "node.json").write_text(content)
+    with pytest.raises(StorageError, match=r"node\.json"):
+        node_profile(SHARED, str(tmp_path))
+    assert content == (tmp_path / "node.json").read_text()
+
+
+def test_the_identity_is_written_as_json(tmp_path: Path) -> None:
+    profile = node_profile(SHARED, str(tmp_path))
+    kept = json.loads((tmp_path / "node.json").read_text())
+    assert {"name": profile.name, "identity": profile.identity.hex()} == kept
+
+
+def test_without_an_address_the_directory_is_in_memory() -> None:
+    assert isinstance(open_membership(ClusterConfig(), SystemClock()), MemoryDirectory)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"prefix-kvstore\[cluster\]"):
+        open_membership(SHARED, SystemClock())
+
+
+def test_a_password_comes_from_its_file(tmp_path: Path) -> None:
+    missing = ClusterConfig(directory="valkey://cache", directory_password_file=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="none"):
+        open_membership(missing, SystemClock())

@@ -1,0 +1,29 @@
+"""What the service tells of other nodes. kvstore.cluster has it; the server puts it in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.nodes import Node, NodeMatch
+    from kvstore.tokens import Tokens
+    from kvstore.types import Namespace, Root
+
+
+class ClusterView(Protocol):
+    """The nodes of a cluster, as one of them sees them. Any thread may call."""
+
+    @property
+    def node_name(self) -> str:
+        """What the node that is asked is called."""
+        ...
+
+    def nodes(self) -> Sequence[Node]:
+        """The living nodes; raises DirectoryUnavailableError."""
+        ...
+
+    def locate(self, namespace: Namespace, tokens: Tokens, root: Root | None) -> Sequence[NodeMatch]:
+        """What each of them holds of a prompt, the most first; raises DirectoryUnavailableError."""
+        ...
