@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # The version whose interface was read, and with which the test suite runs.
 TESTED = "0.5.23"
 _PAGES = 4
+_PAGE_TOKENS = 16
 _PATIENT_SECONDS = 30.0
 _MADE_UP = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "torch_dtype": "float16"}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -119,10 +120,11 @@ def _interface() -> Finding:
 
 
 def _model(options: CheckOptions) -> tuple[_Geometry, str]:
+    page_tokens = _PAGE_TOKENS if options.block_tokens is None else options.block_tokens
     if options.model is None:
-        return _geometry(_MADE_UP, options.block_tokens), "made up, to try the rest (--model PATH checks yours)"
+        return _geometry(_MADE_UP, page_tokens), "made up, to try the rest (--model PATH checks yours)"
     config = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))
-    geometry = _geometry(config.get("text_config", config), options.block_tokens)
+    geometry = _geometry(config.get("text_config", config), page_tokens)
     revision = model_fingerprint(options.model, "check")
     return geometry, f"{config.get('model_type', 'a model')} from {options.model}, weights read: {revision[:8]}..."
 
