@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What is checked: a model in a folder or file (None: a tiny one made up), in blocks of so many tokens (None: usual).
+    """What is checked: a model in a folder or file, or a tiny one made up, in blocks of so many tokens, or as usual.
 
     `engine_arguments` are further arguments of the engine's own command line, as one would write them in a shell.
     """
