@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import secrets
 import threading
 from collections import defaultdict
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvstore.cluster import valkey_scripts as scripts
 from kvstore.cluster.directory import ALL_GROUPS, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
 from kvstore.cluster.memory_directory import name_taken
+from kvstore.cluster.valkey_lease import incarnation_text, lease_text, read_lease
 from kvstore.cluster.valkey_link import script_command
 from kvstore.errors import DirectoryUnavailableError
 from kvstore.nodes import Node
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.directory import NodeProfile
     from kvstore.cluster.valkey_link import Command, ValkeyLink
 
+logger = logging.getLogger(__name__)
 _SCRIPT_KEYS_MAX = 64  # boundaries in one script: at most some milliseconds of the server, sweeping included
 _SCRIPTS_MAX = 16  # that are sent together
 _FIELD = slice(2, 10)
@@ -69,6 +71,7 @@ class ValkeyDirectory:
         self._lock = threading.Lock()
         self._known: dict[int, Node] = {}
         self._known_at: float | None = None
+        self._foreign_told = False
         self._profile: NodeProfile | None = None
         self._node: Node | None = None
         self._marks: dict[int, int] = {}  # of the groups that this node has written to; only its own thread uses them
@@ -99,7 +102,7 @@ class ValkeyDirectory:
             scripts.RENEW,
             [*self._node_keys(), self._lease_key(node.slot)],
             node.slot,
-            _hex(node.incarnation),
+            incarnation_text(node.incarnation),
             self._lease_text(node),
             self._times.lease_ms,
             self._times.reissue_ms,
@@ -133,7 +136,9 @@ class ValkeyDirectory:
         if node is not None:
             keys = [f"{{{self._name}:nodes}}:ends", self._lease_key(node.slot)]
             self._link.run(
-                script_command(scripts.LEAVE, keys, node.slot, _hex(node.incarnation), self._times.reissue_ms)
+                script_command(
+                    scripts.LEAVE, keys, node.slot, incarnation_text(node.incarnation), self._times.reissue_ms
+                )
             )
 
     def close(self) -> None:
@@ -152,14 +157,14 @@ class ValkeyDirectory:
 
     def claim(self, key: bytes, seconds: float) -> ValkeyClaim | None:
         """Claim a key; see Directory."""
-        me = f"{_hex(self._joined().incarnation)} {secrets.token_hex(8)}"
+        me = f"{incarnation_text(self._joined().incarnation)} {secrets.token_hex(8)}"
         claim = ValkeyClaim(self._link, self._claim_key(key), me)
-        dead = ""
+        dead = b""
         for _ in range(2):
-            held = _text(self._link.run(script_command(scripts.CLAIM, [claim.name], me, _ms(seconds), dead)))
+            held = self._link.run(script_command(scripts.CLAIM, [claim.name], me, _ms(seconds), dead))
             if not held:
                 return claim
-            if self._is_alive(held):
+            if self._is_alive(_text(held)):
                 return None
             dead = held
         return None
@@ -183,7 +188,7 @@ class ValkeyDirectory:
             self._lease_key(""),
             node.name,
             self._profile.identity.hex(),
-            _hex(node.incarnation),
+            incarnation_text(node.incarnation),
             self._lease_text(node),
             self._times.lease_ms,
             self._times.reissue_ms,
@@ -251,14 +256,17 @@ class ValkeyDirectory:
         asked_at = self._clock.monotonic()
         command = script_command(scripts.LOOK, self._node_keys()[:1], self._lease_key(""), self._times.reissue_ms)
         found = iter(self._link.run(command))
-        known = {int(slot): _node(int(slot), text) for slot, text in zip(found, found, strict=True)}
+        leases = [read_lease(slot, text) for slot, text in zip(found, found, strict=True)]
+        known = {node.slot: node for node in leases if node is not None}
+        if len(known) < len(leases):
+            self._warn_of(len(leases) - len(known))
         with self._lock:
             self._known, self._known_at = known, asked_at
         return known
 
     def _is_alive(self, claim: str) -> bool:
         owner = claim.partition(" ")[0]
-        return any(_hex(node.incarnation) == owner for node in self._living().values())
+        return any(incarnation_text(node.incarnation) == owner for node in self._living().values())
 
     def _joined(self) -> Node:
         if self._node is None:
@@ -267,17 +275,18 @@ class ValkeyDirectory:
 
     def _lease_text(self, node: Node) -> str:
         assert self._profile is not None, "who has a node has a profile"
-        return json.dumps(
-            {
-                "name": node.name,
-                "identity": self._profile.identity.hex(),
-                "incarnation": _hex(node.incarnation),
-                "addresses": node.addresses,
-                "host_bytes": node.host_bytes,
-                "disk_bytes": node.disk_bytes,
-                "queue": node.queue,
-            }
-        )
+        return lease_text(node, self._profile.identity)
+
+    def _warn_of(self, foreign: int) -> None:
+        """Say once that there is what no node of this cluster wrote."""
+        with self._lock:
+            was_told, self._foreign_told = self._foreign_told, True
+        if not was_told:
+            logger.warning(
+                "leases in the directory that are none of kvstore's are passed over: leases=%d; let each cluster have "
+                "a name (cluster.name) or a database of its own",
+                foreign,
+            )
 
     def _node_keys(self) -> list[str]:
         return [f"{{{self._name}:nodes}}:{kind}" for kind in ("ends", "names", "owners")]
@@ -324,30 +333,6 @@ def _slots(value: bytes | None) -> Iterator[int]:
     """The slots of an entry, which has three bytes for each holder; none where there is no entry."""
     holders = value or b""
     return (holders[at] << 8 | holders[at + 1] for at in range(0, len(holders) - 2, 3))
-
-
-def _node(slot: int, text: bytes) -> Node:
-    """A node by its lease. Raises DirectoryUnavailableError for what no node of ours wrote."""
-    try:
-        told = json.loads(text)
-        return Node(
-            str(told["name"]),
-            slot,
-            int(told["incarnation"], 16),
-            tuple(map(str, told["addresses"])),
-            int(told["host_bytes"]),
-            int(told["disk_bytes"]),
-            int(told["queue"]),
-        )
-    except (ValueError, TypeError, KeyError) as err:
-        raise DirectoryUnavailableError(
-            f"the lease of slot {slot} in the directory is none of kvstore's ({err!r:.80}); let each cluster have a "
-            "name (cluster.name) or a database of its own"
-        ) from err
-
-
-def _hex(incarnation: int) -> str:
-    return f"{incarnation:016x}"
 
 
 def _ms(seconds: float) -> int:

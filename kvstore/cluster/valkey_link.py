@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CALLS_MAX = 8  # at a time, each on a connection of its own
 PIPELINE_COMMANDS_MAX = 512
+_READS = ("GET", "HGET")
 
 Command: TypeAlias = tuple["str | bytes | int", ...]
 Answer: TypeAlias = Any  # whatever the server says to a command
@@ -124,9 +125,11 @@ class ValkeyLink:
                 client.script_load(script)
             for index, answer in zip(unknown, _sent(client, [commands[index] for index in unknown]), strict=True):
                 answers[index] = answer
-        for answer in answers:
+        for index, answer in enumerate(answers):
             if isinstance(answer, Exception):
-                raise answer
+                if not _reads_what_is_not_ours(commands[index], answer):
+                    raise answer
+                answers[index] = None
         return answers
 
     def _connected(self) -> _Client:
@@ -178,6 +181,11 @@ def script_command(script: str, keys: Iterable[str | bytes], *values: str | byte
     """The command that runs a script of valkey_scripts."""
     names = tuple(keys)
     return ("EVALSHA", hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest(), len(names), *names, *values)
+
+
+def _reads_what_is_not_ours(command: Command, error: Exception) -> bool:
+    """Whether a key that was to be read has a value of another type: as if it had none."""
+    return command[0] in _READS and str(error).startswith("WRONGTYPE")
 
 
 def _sent(client: _Client, commands: Sequence[Command]) -> list[Answer]:

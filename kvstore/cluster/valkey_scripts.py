@@ -29,11 +29,23 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
+# What no node of ours wrote counts as no lease, so that the next write is over it.
+_LEASE = """
+local function lease_at(key)
+  local text = redis.pcall('GET', key)
+  if type(text) ~= 'string' then return nil end
+  local is_read, told = pcall(cjson.decode, text)
+  if is_read and type(told) == 'table' then return told end
+  return nil
+end
+"""
+
 # KEYS: ends, names, owners.
 # ARGV: prefix of leases, name, identity, incarnation, lease (JSON), lease ms, reissue ms, slot wanted or '', '1' to
 # end the lease of an earlier start. Answers 'taken', 'full', or the slot.
 JOIN = (
     _NOW
+    + _LEASE
     + """
 local ends, names, owners = KEYS[1], KEYS[2], KEYS[3]
 local prefix, name, identity, incarnation, value = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
@@ -41,9 +53,8 @@ local lease_ms, reissue_ms, slot = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumbe
 local me = incarnation .. ' ' .. name
 local before = redis.call('HGET', names, name)
 if before then
-  local lease = redis.call('GET', prefix .. before)
-  if lease then
-    local other = cjson.decode(lease)
+  local other = lease_at(prefix .. before)
+  if other then
     local is_mine = other.incarnation == incarnation
     if not is_mine and (ARGV[9] ~= '1' or other.identity ~= identity) then return 'taken' end
     if not is_mine or before ~= ARGV[8] then
@@ -83,9 +94,10 @@ return slot
 # lease is gone or another's.
 RENEW = (
     _NOW
+    + _LEASE
     + """
-local lease = redis.call('GET', KEYS[4])
-if not lease or cjson.decode(lease).incarnation ~= ARGV[2] then return 0 end
+local lease = lease_at(KEYS[4])
+if not lease or lease.incarnation ~= ARGV[2] then return 0 end
 local lease_ms, reissue_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 redis.call('SET', KEYS[4], ARGV[3], 'PX', lease_ms)
 redis.call('ZADD', KEYS[1], now + lease_ms + reissue_ms, ARGV[1])
@@ -97,9 +109,10 @@ return 1
 # KEYS: ends, lease. ARGV: slot, incarnation, reissue ms.
 LEAVE = (
     _NOW
+    + _LEASE
     + """
-local lease = redis.call('GET', KEYS[2])
-if not lease or cjson.decode(lease).incarnation ~= ARGV[2] then return 0 end
+local lease = lease_at(KEYS[2])
+if not lease or lease.incarnation ~= ARGV[2] then return 0 end
 redis.call('DEL', KEYS[2])
 redis.call('ZADD', KEYS[1], now + tonumber(ARGV[3]), ARGV[1])
 return 1
@@ -139,7 +152,7 @@ local mine = string.char(math.floor(slot / 256), slot % 256)
 
 local function others(value)
   local kept = {}
-  for at = 1, #value, 3 do
+  for at = 1, #value - 2, 3 do
     local age = (stamp - string.byte(value, at + 2)) % 256
     if age <= 2 and string.sub(value, at, at + 1) ~= mine then kept[#kept + 1] = string.sub(value, at, at + 2) end
   end
@@ -151,14 +164,22 @@ local function put(bucket, field, holders)
   else redis.call('HSET', bucket, field, table.concat(holders)) end
 end
 
+-- A key that is no hash is none of ours: it is dropped.
+local function own_field(key, field)
+  local value = redis.pcall('HGET', key, field)
+  if type(value) ~= 'table' then return value end
+  redis.call('DEL', key)
+  return false
+end
+
 local function sweep(bucket)
-  if redis.call('HGET', bucket, '') == string.char(stamp) then return end
+  if own_field(bucket, '') == string.char(stamp) then return end
   local all = redis.call('HGETALL', bucket)
   for at = 1, #all, 2 do
     local value = all[at + 1]
     if all[at] ~= '' then
       local kept = {}
-      for place = 1, #value, 3 do
+      for place = 1, #value - 2, 3 do
         if (stamp - string.byte(value, place + 2)) % 256 <= 2 then
           kept[#kept + 1] = string.sub(value, place, place + 2)
         end
@@ -185,7 +206,7 @@ for index = 2, #KEYS do
   elseif announces then redis.call('PEXPIRE', bucket, 3 * period_ms) end
   at = at + count + 1
 end
-local mark = redis.call('HGET', KEYS[1], slot) or ''
+local mark = own_field(KEYS[1], slot) or ''
 redis.call('HSET', KEYS[1], slot, ARGV[4])
 redis.call('PEXPIRE', KEYS[1], 3 * period_ms)
 if mark == ARGV[3] then return 1 else return 0 end
@@ -195,8 +216,8 @@ if mark == ARGV[3] then return 1 else return 0 end
 # KEYS: claim. ARGV: `incarnation token`, ms, the value of a claim whose owner is dead or ''. Answers '' where it was
 # taken, and what stands otherwise.
 CLAIM = """
-local held = redis.call('GET', KEYS[1])
-if held and held ~= ARGV[3] then return held end
+local held = redis.pcall('GET', KEYS[1])
+if type(held) == 'string' and held ~= ARGV[3] then return held end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return ''
 """

@@ -1,0 +1,68 @@
+"""The lease of a node as it lies in Valkey: JSON, which is read as what a stranger may have written."""
+
+from __future__ import annotations
+
+import json
+
+from kvstore.cluster.directory import SLOTS_MAX
+from kvstore.nodes import Node
+
+_LEASE_BYTES_MAX = 1 << 16
+_BYTES_MAX = 2**63 - 1
+_QUEUE_MAX = 2**31 - 1
+_INCARNATION_MAX = 2**64 - 1
+
+
+def lease_text(node: Node, identity: bytes) -> str:
+    """What a node says of itself."""
+    return json.dumps(
+        {
+            "name": node.name,
+            "identity": identity.hex(),
+            "incarnation": incarnation_text(node.incarnation),
+            "addresses": node.addresses,
+            "host_bytes": node.host_bytes,
+            "disk_bytes": node.disk_bytes,
+            "queue": node.queue,
+        }
+    )
+
+
+def read_lease(slot: bytes, text: bytes) -> Node | None:
+    """The node of a lease; None for what no node of ours wrote, which says nothing of the other leases."""
+    if len(text) > _LEASE_BYTES_MAX or not slot.isdigit() or len(slot) > len(str(SLOTS_MAX)):
+        return None
+    try:
+        told = json.loads(text)
+        addresses = told["addresses"]
+        if not isinstance(addresses, list):
+            return None
+        return Node(
+            _text(told["name"]),
+            _number(int(slot), SLOTS_MAX - 1),
+            _number(int(told["incarnation"], 16), _INCARNATION_MAX),
+            tuple(_text(address) for address in addresses),
+            _number(told["host_bytes"], _BYTES_MAX),
+            _number(told["disk_bytes"], _BYTES_MAX),
+            _number(told["queue"], _QUEUE_MAX),
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def incarnation_text(incarnation: int) -> str:
+    """An incarnation as leases, owners and claims name it."""
+    return f"{incarnation:016x}"
+
+
+def _number(value: object, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{value!r:.40} is no number in 0..{most}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    value.encode()  # a lone surrogate has no bytes: no answer could name it
+    return value
