@@ -23,7 +23,7 @@ import uvloop
 
 from kvstore import __version__
 from kvstore.clock import SystemClock
-from kvstore.cluster.assembly import node_profile, open_announcer, open_membership
+from kvstore.cluster.assembly import check_addresses, node_profile, open_announcer, open_membership
 from kvstore.cluster.locate import NodeView
 from kvstore.cluster.peers import open_peers
 from kvstore.cluster_metrics import NO_PEERS
@@ -81,6 +81,7 @@ def run(config: Config, *, ready: TextIO) -> None:
     }
     limits = ServiceLimits(**asdict(config.limits))
     security = security_of(config)
+    check_addresses(config.cluster, config.server.listen)
     with contextlib.ExitStack() as stack:
         clock = SystemClock()
         membership = open_membership(config.cluster, clock)

@@ -83,6 +83,14 @@ class TcpAddress:
         except ValueError:
             return False
 
+    @property
+    def is_any(self) -> bool:
+        """Whether it stands for all addresses of a machine: one to listen on, and none to be found at."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
 
 def parse_address(text: str) -> UnixAddress | TcpAddress:
     """Read an address; raises ConfigError that says what was expected."""

@@ -16,10 +16,11 @@ from kvstore.cluster.valkey_address import parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
 from kvstore.cluster.valkey_link import LinkOptions, ValkeyLink
 from kvstore.config import read_secret
-from kvstore.errors import StorageError
+from kvstore.errors import ConfigError, StorageError
+from kvstore.transport.address import TcpAddress, parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvstore.clock import Clock
     from kvstore.cluster.announcer import AnnouncedStore
@@ -44,6 +45,24 @@ def open_membership(config: ClusterConfig, clock: Clock) -> Membership:
     )
     link = ValkeyLink(_address(config), options, clock)
     return ValkeyDirectory(link, config.name, DirectoryTimes(config.lease_seconds, config.entry_seconds), clock)
+
+
+def check_addresses(config: ClusterConfig, listen: Sequence[str]) -> None:
+    """Raise ConfigError where peers would be told an address that nobody, or every node but this one, is found at."""
+    if not config.directory:
+        return
+    for text in config.advertise or listen:
+        address = parse_address(text)
+        if not isinstance(address, TcpAddress):
+            continue
+        if address.is_any:
+            here = "cluster.advertise" if config.advertise else "server.listen, which peers are told,"
+            raise ConfigError(
+                f"{here} names {text}, at which each node finds itself; set cluster.advertise (--advertise) to where "
+                f"peers reach this one, such as {replace(address, host='node-7.example')}"
+            )
+        if config.advertise and not address.port:
+            raise ConfigError(f"cluster.advertise names {text}, expected the port that peers reach, not 0")
 
 
 def open_announcer(

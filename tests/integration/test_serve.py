@@ -252,6 +252,7 @@ def refused(*flags: object) -> str:
         (["--metrics", "0.0.0.0:9464"], "server.metrics_address"),
         (["--listen", "0.0.0.0:7070"], "0.0.0.0:7070"),
         (["--listen", "ftp://x"], "ftp://x"),
+        (["--cluster", "valkey://cache", "--advertise", "node-3"], "node-3"),
         (["--config", "/nowhere/kvstore.toml"], "/nowhere/kvstore.toml"),
         (["--data-dir", "/proc/kvstore", "--disk-bytes", "16MiB"], "/proc/kvstore"),
         (["--set", "tenants.a.secret_files=/nowhere/secret"], "/nowhere/secret"),

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvstore.clock import SystemClock
-from kvstore.cluster.assembly import node_profile, open_membership
+from kvstore.cluster.assembly import check_addresses, node_profile, open_membership
 from kvstore.cluster.memory_directory import MemoryDirectory
 from kvstore.cluster_config import ClusterConfig
 from kvstore.errors import ConfigError, StorageError
@@ -65,3 +66,26 @@ def test_a_password_comes_from_its_file(tmp_path: Path) -> None:
     missing = ClusterConfig(directory="valkey://cache", directory_password_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="none"):
         open_membership(missing, SystemClock())
+
+
+ANY = ["tls://0.0.0.0:7070", "grpc+tls://[::]:7070"]
+
+
+@pytest.mark.parametrize("address", ANY)
+def test_an_address_that_each_node_takes_for_itself_is_not_told(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.advertise .* such as .*tls://node-7\.example:7070"):
+        check_addresses(SHARED, ["unix:///run/kvstore.sock", address])
+    with pytest.raises(ConfigError, match=r"cluster\.advertise names"):
+        check_addresses(replace(SHARED, advertise=(address,)), ["127.0.0.1:0"])
+    check_addresses(replace(SHARED, advertise=("tls://node-3:7070",)), [address])
+    check_addresses(ClusterConfig(), [address])
+
+
+@pytest.mark.parametrize("address", ["node-3", "http://node-3:7070", "node-3:0", "unix://relative"])
+def test_an_address_that_nobody_can_connect_to_is_not_told(address: str) -> None:
+    with pytest.raises(ConfigError, match=address):
+        check_addresses(replace(SHARED, advertise=("[::1]:7070", address)), [])
+
+
+def test_a_port_that_is_chosen_at_the_start_is_told_then() -> None:
+    check_addresses(SHARED, ["127.0.0.1:0"])
