@@ -73,6 +73,9 @@ def test_boundaries_are_whole_blocks(expected: list[int], block_tokens: int, blo
         (None, ()),
         ("unix:///run/a", ("unix:///run/a",)),
         ("10.0.0.1:7070", ("unix:///run/a", "10.0.0.1:7070", "tls://a:7071")),
+        ("tls://a:7071", ("127.0.0.1:7070", "unix:///run/a", "tls://a:7071")),
+        ("[::1]:7070", ("unix:///run/a", "[::1]:7070", "[::1]:7071")),
+        ("tls://[fd00::1]:7071", ("nothing", "tls://0.0.0.0:7070", "tls://[fd00::1]:7071")),
     ],
 )
 def test_peers_are_asked_where_other_machines_reach_them(expected: str | None, addresses: tuple[str, ...]) -> None:
