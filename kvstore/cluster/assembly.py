@@ -18,6 +18,7 @@ from kvstore.cluster.valkey_link import LinkOptions, ValkeyLink
 from kvstore.config import read_secret
 from kvstore.errors import ConfigError, StorageError
 from kvstore.transport.address import TcpAddress, parse_address
+from kvstore.transport.credentials import credentials_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +34,10 @@ _NODE_FILE = "node.json"
 
 
 def open_membership(config: ClusterConfig, clock: Clock) -> Membership:
-    """The directory of the settings; without one, a directory of this node alone. Asks no server yet."""
+    """The directory of the settings; without one, a directory of this node alone. Asks no server yet.
+
+    Raises ConfigError for what can never work, such as a file that is not there.
+    """
     if not config.directory:
         return MemoryDirectory(SharedDirectory(clock, config.lease_seconds, config.entry_seconds))
     options = LinkOptions(
@@ -43,7 +47,9 @@ def open_membership(config: ClusterConfig, clock: Clock) -> Membership:
         tls_cert=config.directory_tls_cert,
         tls_key=config.directory_tls_key,
     )
-    link = ValkeyLink(_address(config), options, clock)
+    address = _address(config)
+    _check_files(config, is_tls=address.is_tls)
+    link = ValkeyLink(address, options, clock)
     return ValkeyDirectory(link, config.name, DirectoryTimes(config.lease_seconds, config.entry_seconds), clock)
 
 
@@ -116,3 +122,16 @@ def _address(config: ClusterConfig) -> ValkeyAddress:
         password = read_secret(Path(config.directory_password_file))
         address = replace(address, password=password.decode("utf-8", "surrogateescape"))
     return address
+
+
+def _check_files(config: ClusterConfig, *, is_tls: bool) -> None:
+    """Read the files once: later they would only be one more reason why the directory does not answer."""
+    ca, cert, key = config.directory_tls_ca, config.directory_tls_cert, config.directory_tls_key
+    if (ca or cert or key) and not is_tls:
+        raise ConfigError("cluster.directory_tls_* are set, but the directory is asked without TLS; say valkeys://")
+    try:
+        credentials = credentials_of(tls_ca=ca or None, tls_cert=cert or None, tls_key=key or None, token_file=None)
+        if credentials is not None:
+            credentials.check()
+    except ConfigError as err:
+        raise ConfigError(f"cluster.directory_tls_*: {err}") from err

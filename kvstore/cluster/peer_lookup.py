@@ -21,8 +21,8 @@ _READ_KEYS_MAX = 256
 def peer_address(node: Node) -> str | None:
     """Where peers reach a node: the first of its addresses that reach farthest; None if it has none.
 
-    A Unix socket and loopback serve nodes of one machine. On another one there is nobody, or another node, which answers
-    for what it has itself.
+    A Unix socket and loopback serve nodes of one machine. On another one there is nobody, or another node, which
+    answers for what it has itself.
     """
     return min(node.addresses, key=_nearness, default=None)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from kvstore.cluster.plan import Path
 from kvstore.cluster.prefill import PrefillModel
 from kvstore.errors import ConfigError
+from kvstore.transport.credentials import credentials_of
 
 if TYPE_CHECKING:
     from kvstore.peer_config import PeerConfig
@@ -71,10 +72,17 @@ def peer_settings(config: PeerConfig, *, announce_tokens: int) -> PeerSettings:
 
 
 def peer_credentials(config: PeerConfig) -> PeerCredentials:
-    """What the settings of a node say."""
-    return PeerCredentials(
+    """What the settings of a node say, its files read once. Raises ConfigError for one that cannot be used."""
+    given = PeerCredentials(
         tls_ca=config.tls_ca or None,
         tls_cert=config.tls_cert or None,
         tls_key=config.tls_key or None,
         token_file=config.token_file or None,
     )
+    try:
+        credentials = credentials_of(**asdict(given))
+        if credentials is not None:
+            credentials.check()
+    except ConfigError as err:
+        raise ConfigError(f"what this node shows its peers, cluster.tls_* and cluster.token_file: {err}") from err
+    return given

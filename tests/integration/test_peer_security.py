@@ -109,9 +109,9 @@ def test_a_node_that_does_not_know_the_secret_of_a_namespace_serves_none_of_it(
     assert {"refused": 1} == fetched(holder, start_node("asker"), NAMESPACE)
 
 
-def test_the_settings_say_what_is_assumed_and_shown(tmp_path: Path) -> None:
+def test_the_settings_say_what_is_assumed_and_shown(keyring: Keyring) -> None:
     config = PeerConfig(
-        prefill_tokens_per_second=1000, peer_latency_seconds=0.5, tls_ca=str(tmp_path), fetches_per_holder_max=2
+        prefill_tokens_per_second=1000, peer_latency_seconds=0.5, tls_ca=keyring.ca, fetches_per_holder_max=2
     )
     chosen = peer_settings(config, announce_tokens=1024)
     assert (0.001, 0.5, 2, 1024) == (
@@ -120,7 +120,19 @@ def test_the_settings_say_what_is_assumed_and_shown(tmp_path: Path) -> None:
         chosen.fetches_per_holder_max,
         chosen.announce_tokens,
     )
-    assert PeerCredentials(tls_ca=str(tmp_path)) == peer_credentials(config)
+    assert PeerCredentials(tls_ca=keyring.ca) == peer_credentials(config)
+
+
+def test_files_that_cannot_be_shown_are_refused_at_the_start(keyring: Keyring, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    for config in (
+        PeerConfig(tls_ca=missing),
+        PeerConfig(token_file=missing),
+        PeerConfig(tls_cert=keyring.path("client-engine.pem")),
+        PeerConfig(tls_cert=keyring.ca, tls_key=keyring.path("client-engine.key")),  # not the key of that certificate
+    ):
+        with pytest.raises(ConfigError, match=r"cluster\.tls_\* and cluster\.token_file: "):
+            peer_credentials(config)
 
 
 def test_settings_that_cannot_be_are_refused_by_name() -> None:

@@ -68,6 +68,19 @@ def test_a_password_comes_from_its_file(tmp_path: Path) -> None:
         open_membership(missing, SystemClock())
 
 
+def test_files_for_the_directory_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
+    over_tls = replace(SHARED, directory="valkeys://cache")
+    with pytest.raises(ConfigError, match=r"cluster\.directory_tls_\*: .*nowhere"):
+        open_membership(replace(over_tls, directory_tls_ca=str(tmp_path / "nowhere")), SystemClock())
+    with pytest.raises(ConfigError, match=r"cluster\.directory_tls_\*: .* belong together"):
+        open_membership(replace(over_tls, directory_tls_key=str(tmp_path)), SystemClock())
+
+
+def test_files_for_the_directory_are_refused_where_nobody_would_use_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="say valkeys://"):
+        open_membership(replace(SHARED, directory_tls_ca=str(tmp_path)), SystemClock())
+
+
 ANY = ["tls://0.0.0.0:7070", "grpc+tls://[::]:7070"]
 
 
