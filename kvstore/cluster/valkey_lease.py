@@ -38,7 +38,7 @@ def read_lease(slot: bytes, text: bytes) -> Node | None:
         if not isinstance(addresses, list):
             return None
         return Node(
-            _text(told["name"]),
+            _name(told["name"]),
             _number(int(slot), SLOTS_MAX - 1),
             _number(int(told["incarnation"], 16), _INCARNATION_MAX),
             tuple(_text(address) for address in addresses),
@@ -59,6 +59,13 @@ def _number(value: object, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{value!r:.40} is no number in 0..{most}")
     return value
+
+
+def _name(value: object) -> str:
+    name = _text(value)
+    if not name.isprintable():
+        raise ValueError("a node's name is printable, so that logs and terminals may show it")
+    return name
 
 
 def _text(value: object) -> str:

@@ -51,6 +51,7 @@ def names(directory: ValkeyDirectory) -> list[str]:
         pytest.param(json.dumps({**RIGHT, "incarnation": "f" * 40}), id="long incarnation"),
         pytest.param(json.dumps({**RIGHT, "queue": -5}), id="negative"),
         pytest.param(json.dumps({**RIGHT, "name": "\ud800"}), id="surrogate"),
+        pytest.param(json.dumps({**RIGHT, "name": "\x1b[2J"}), id="control characters"),
         pytest.param(json.dumps({**RIGHT, "addresses": "abc"}), id="one address"),
         pytest.param(json.dumps({**RIGHT, "name": "x" * 100_000}), id="long name"),
     ],
