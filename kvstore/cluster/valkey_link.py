@@ -153,7 +153,7 @@ class ValkeyLink:
             return cast("_Client", redis.RedisCluster(startup_nodes=nodes, **options))
         options["db"] = address.database
         if address.mode is ValkeyMode.SENTINEL:
-            known = {key: value for key, value in options.items() if key.startswith(("socket_", "ssl"))}
+            known = {key: value for key, value in options.items() if key.startswith(("socket_", "ssl", "retry"))}
             sentinel = redis.Sentinel(address.hosts, sentinel_kwargs=known, **options)
             return cast("_Client", sentinel.master_for(address.service))
         if address.mode is ValkeyMode.UNIX:
