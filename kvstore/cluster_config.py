@@ -32,6 +32,9 @@ class ClusterConfig(PeerConfig):
     directory_password_file: str = setting(
         "", Kind.TEXT, "File with the password for it; empty: that of its address, if any."
     )
+    sentinel_password_file: str = setting(
+        "", Kind.TEXT, "File with the password of the Sentinels before it; empty: they ask for none."
+    )
     directory_tls_ca: str = setting("", Kind.TEXT, "PEM file with the CA of its certificate; empty: the system's.")
     directory_tls_cert: str = setting("", Kind.TEXT, "PEM file with the certificate that it is shown.")
     directory_tls_key: str = setting("", Kind.TEXT, "PEM file with the key of cluster.directory_tls_cert.")

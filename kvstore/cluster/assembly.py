@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.cluster.announcer import Announcer, AnnounceSettings
 from kvstore.cluster.directory import NodeProfile
 from kvstore.cluster.memory_directory import MemoryDirectory, SharedDirectory
-from kvstore.cluster.valkey_address import parse_valkey_address
+from kvstore.cluster.valkey_address import ValkeyMode, parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
 from kvstore.cluster.valkey_link import LinkOptions, ValkeyLink
 from kvstore.config import read_secret
@@ -40,14 +40,15 @@ def open_membership(config: ClusterConfig, clock: Clock) -> Membership:
     """
     if not config.directory:
         return MemoryDirectory(SharedDirectory(clock, config.lease_seconds, config.entry_seconds))
+    address = _address(config)
     options = LinkOptions(
         timeout_seconds=config.directory_seconds_max,
         retry_seconds=config.lease_seconds / 2,  # longer than from one renewal to the next, which tries anyway
         tls_ca=config.directory_tls_ca,
         tls_cert=config.directory_tls_cert,
         tls_key=config.directory_tls_key,
+        sentinel_password=_sentinel_password(config, address),
     )
-    address = _address(config)
     _check_files(config, is_tls=address.is_tls)
     link = ValkeyLink(address, options, clock)
     return ValkeyDirectory(link, config.name, DirectoryTimes(config.lease_seconds, config.entry_seconds), clock)
@@ -119,9 +120,20 @@ def _address(config: ClusterConfig) -> ValkeyAddress:
     if config.directory_user:
         address = replace(address, username=config.directory_user)
     if config.directory_password_file:
-        password = read_secret(Path(config.directory_password_file))
-        address = replace(address, password=password.decode("utf-8", "surrogateescape"))
+        address = replace(address, password=_password(config.directory_password_file))
     return address
+
+
+def _sentinel_password(config: ClusterConfig, address: ValkeyAddress) -> str:
+    if not config.sentinel_password_file:
+        return ""
+    if address.mode is not ValkeyMode.SENTINEL:
+        raise ConfigError("cluster.sentinel_password_file is set, but the directory's address has no +sentinel")
+    return _password(config.sentinel_password_file)
+
+
+def _password(file: str) -> str:
+    return read_secret(Path(file)).decode("utf-8", "surrogateescape")
 
 
 def _check_files(config: ClusterConfig, *, is_tls: bool) -> None:

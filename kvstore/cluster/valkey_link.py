@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from kvstore.cluster.valkey_address import ValkeyMode
@@ -37,6 +37,7 @@ class LinkOptions:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    sentinel_password: str = field(default="", repr=False)
 
 
 class _Pipeline(Protocol):
@@ -154,6 +155,7 @@ class ValkeyLink:
         options["db"] = address.database
         if address.mode is ValkeyMode.SENTINEL:
             known = {key: value for key, value in options.items() if key.startswith(("socket_", "ssl", "retry"))}
+            known["password"] = self._options.sentinel_password or None
             sentinel = redis.Sentinel(address.hosts, sentinel_kwargs=known, **options)
             return cast("_Client", sentinel.master_for(address.service))
         if address.mode is ValkeyMode.UNIX:
