@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from kvstore.transport.address import parse_address
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
+
+# In an address: what stands between the name of a user and the host.
+_PASSWORD = re.compile(r"(?<=://)(?P<user>[^:/]*:).+(?=@)")
 
 
 def assignments(pairs: Iterable[str]) -> dict[str, str]:
@@ -29,10 +33,11 @@ def assignments(pairs: Iterable[str]) -> dict[str, str]:
 def show(arguments: argparse.Namespace) -> int:
     """Print each setting in force with its origin."""
     loaded = load_config(file=Path(arguments.config) if arguments.config else None, flags=assignments(arguments.set))
+    shown = [(row.key, _PASSWORD.sub(r"\g<user>***", row.value), row.origin) for row in loaded.origins]
     if arguments.json:
-        print_json({row.key: {"value": row.value, "origin": row.origin} for row in loaded.origins})
+        print_json({key: {"value": value, "origin": origin} for key, value, origin in shown})
     else:
-        print_table(("setting", "value", "origin"), [(row.key, row.value, row.origin) for row in loaded.origins])
+        print_table(("setting", "value", "origin"), shown)
     return ExitCode.DONE
 
 

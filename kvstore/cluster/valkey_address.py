@@ -46,7 +46,9 @@ class ValkeyAddress:
 
 def parse_valkey_address(url: str) -> ValkeyAddress:
     """The servers that a URL names; raises ConfigError, which does not show the password."""
-    scheme, _, rest = url.partition("://")
+    scheme, separator, rest = url.partition("://")
+    if not separator:  # what comes first may be a password
+        raise ConfigError(f"the directory's address has no ://, expected {_FORMS}")
     family, _, kind = scheme.partition("+")
     mode = ValkeyMode(kind or "single") if kind in ("", "unix", "sentinel", "cluster") else None
     if family not in ("valkey", "valkeys", "redis", "rediss") or mode is None or not rest:

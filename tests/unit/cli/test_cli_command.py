@@ -39,6 +39,15 @@ def test_config_show_names_the_origin_of_each_value(capsys, monkeypatch):
     assert "default" == shown["log.format"]["origin"]
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_config_show_shows_no_password(capsys, form):
+    for password in ("secret", "secret@:/secret"):
+        assert 0 == main(["config", "show", *form, "--set", f"cluster.directory=valkey://me:{password}@cache:6379"])
+        out = capsys.readouterr().out
+        assert "valkey://me:***@cache:6379" in out
+        assert "secret@" not in out
+
+
 def test_config_show_aligns_its_columns(capsys):
     assert 0 == main(["config", "show"])
 

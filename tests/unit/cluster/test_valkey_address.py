@@ -52,6 +52,7 @@ def test_what_is_no_address_is_refused_in_words(url: str) -> None:
 
 def test_a_password_is_not_shown() -> None:
     assert "secret" not in repr(parse_valkey_address("valkey://me:secret@cache"))
-    with pytest.raises(ConfigError) as refused:
-        parse_valkey_address("valkey://me:secret@cache:0")
-    assert "secret" not in str(refused.value)
+    for url in ("valkey://me:secret@cache:0", "me:secret@cache:6379", "valkey:/me:secret@cache"):
+        with pytest.raises(ConfigError) as refused:
+            parse_valkey_address(url)
+        assert "secret" not in str(refused.value)
