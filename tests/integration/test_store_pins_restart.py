@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -143,6 +144,24 @@ def test_ids_of_many_pins_are_those_of_no_pin_of_a_later_start(tmp_path: Path) -
         assert 3 == store.stats().pins
         assert [True] * 3 == [store.unpin(pin) for pin in (first, last, new)]
         assert store.evict(BASE, PROMPT)
+
+
+def test_pins_of_a_namespace_that_was_given_up_go_with_its_blocks(tmp_path: Path) -> None:
+    other = replace(BASE, model="of another run")
+    with opened(tmp_path) as store:
+        store_prompt(store, other, PROMPT)
+        store.pin(other, PROMPT)
+    with opened(tmp_path) as store:
+        for number in range(400):
+            store_prompt(store, BASE, [1000 * number, *PROMPT[1:]])
+            if number % 8 == 7:
+                store.flush()
+        assert 0 == store.match(other, PROMPT).blocks
+        assert 0 == store._disk.pin_files.file_bytes
+        store_prompt(store, other, PROMPT)
+    with opened(tmp_path) as store:
+        store.match(other, PROMPT)
+        assert 0 == store.stats().pins
 
 
 PINNING = """
