@@ -25,8 +25,8 @@ def as_prompt(namespace: Namespace, tokens: Tokens) -> TokenArray:
     """What `namespace` compares of a prompt, as `as_token_array` gives it: token ids, or eight numbers for each digest.
 
     Raises InvalidTokensError for token ids where digests are expected, for digests where token ids are, and for what is
-    neither; InvalidNamespaceError for what is no namespace. What this function gave it gives back as it is; of a part of
-    that, whole digests, a copy.
+    neither; InvalidNamespaceError for what is no namespace. What this function gave it gives back as it is, and
+    whole digests of that as a copy.
     """
     require_namespace(namespace)
     return _as_digests(tokens) if namespace.layout.symbols == Symbols.DIGESTS else as_token_array(tokens)

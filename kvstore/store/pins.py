@@ -44,8 +44,8 @@ class _Held:
 class PinTable:
     """All pins of a store. Guarded by the index lock; `remove` returns what to settle outside of it.
 
-    `save` and `save_ended` write those of a namespace down, and `restore` holds them again. A pin that is not written down (the disk is
-    full, or keeps none) holds all the same until the store ends.
+    `save` and `save_ended` write those of a namespace down, and `restore` holds them again. A pin that is not written
+    down (the disk is full, or keeps none) holds all the same until the store ends.
     """
 
     def __init__(self, index: Index) -> None:

@@ -107,6 +107,22 @@ def test_who_is_interrupted_when_its_turn_has_come_leaves_the_lock_to_others() -
     lock.release()
 
 
+def attempts(lock: TurnLock, count: int) -> int:
+    """Take the lock many times, interrupted by an alarm a little later each time; how often that was in a wait."""
+    interrupts = 0
+    for number in range(count):
+        signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number % 300))
+        try:
+            held = lock.acquire(timeout=2e-3)
+        except KeyboardInterrupt:
+            interrupts += 1
+        else:
+            if held:
+                lock.release()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return interrupts
+
+
 def test_interrupts_at_any_moment_lose_neither_the_lock_nor_a_turn() -> None:
     lock = TurnLock()
     inside: list[int] = []
@@ -123,31 +139,20 @@ def test_interrupts_at_any_moment_lose_neither_the_lock_nor_a_turn() -> None:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         # Only within `acquire`: what comes behind it is the caller's.
-        code = frame.f_code if frame is not None else None
-        if code in (TurnLock.acquire.__code__, TurnLock._take_or_wait.__code__):
+        if frame is not None and frame.f_code in (TurnLock.acquire.__code__, TurnLock._take_or_wait.__code__):
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
     threads = [threading.Thread(target=work) for _ in range(2)]
-    interrupts = 0
-    try:
-        for thread in threads:
-            thread.start()
-        for number in range(1500):
-            signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number % 300))
-            try:
-                held = lock.acquire(timeout=2e-3)
-            except KeyboardInterrupt:
-                interrupts += 1
-            else:
-                if held:
-                    lock.release()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        over.set()
     for thread in threads:
-        thread.join()
+        thread.start()
+    try:
+        interrupts = attempts(lock, 1500)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        signal.signal(signal.SIGALRM, before)
     assert ([], 0) == (wrong, waiting(lock))
     assert lock.acquire(timeout=0.0)
     assert interrupts
