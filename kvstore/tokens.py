@@ -25,7 +25,8 @@ def as_prompt(namespace: Namespace, tokens: Tokens) -> TokenArray:
     """What `namespace` compares of a prompt, as `as_token_array` gives it: token ids, or eight numbers for each digest.
 
     Raises InvalidTokensError for token ids where digests are expected, for digests where token ids are, and for what is
-    neither; InvalidNamespaceError for what is no namespace. What this function gave it gives back as it is.
+    neither; InvalidNamespaceError for what is no namespace. What this function gave it gives back as it is, and
+    whole digests of that as a copy.
     """
     require_namespace(namespace)
     return _as_digests(tokens) if namespace.layout.symbols == Symbols.DIGESTS else as_token_array(tokens)
@@ -65,8 +66,8 @@ def packed_tokens(prompt: TokenArray) -> bytes:
 
 
 def _as_digests(digests: Tokens) -> TokenArray:
-    if _is_packed(digests):
-        packed: TokenArray = digests
+    if _is_packed(digests) or _is_part_of_packed(digests):
+        packed: TokenArray = digests if _is_packed(digests) else unpacked_tokens(digests.tobytes())
         if packed.size % DIGEST_SYMBOLS:
             raise InvalidTokensError(f"the digests have {packed.nbytes} bytes, expected {DIGEST_BYTES} for each block")
     else:
@@ -104,6 +105,17 @@ def _is_packed(tokens: Tokens) -> bool:
         and tokens.ndim == 1
         and tokens.nbytes == len(tokens.base)
         and tokens.flags.c_contiguous
+    )
+
+
+def _is_part_of_packed(tokens: Tokens) -> bool:
+    """Whether these are some neighbours of such ids."""
+    return (
+        type(tokens) is np.ndarray
+        and _is_packed(tokens.base)
+        and tokens.dtype == _PACKED
+        and tokens.ndim == 1
+        and bool(tokens.flags.c_contiguous)
     )
 
 

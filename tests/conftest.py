@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 from kvstore.transport import client
@@ -20,6 +21,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SUPPORT = REPOSITORY / "docs" / "support.json"
 SUPPORT_COLUMNS = {"layout", "feature", "model", "dtype"}
 _recorded: set[str] = set()
+
+# How long an example takes says how busy the machine is; a test as a whole has its timeout.
+hypothesis.settings.register_profile("kvstore", deadline=None)
+hypothesis.settings.load_profile("kvstore")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,7 +50,8 @@ class PolicyFiles:
         return sum(self._sizes.values())
 
     def keep(self, ns_ids: Container[bytes]) -> None:
-        """Find what is there, and remove what is of other namespaces or was never finished. Raises OSError."""
+        """Find what is there; remove what is of other namespaces, was never finished, or is beyond a share that is
+        smaller than it was, the largest first. Raises OSError."""
         with self._lock:
             for path in self._path.iterdir():
                 match = self._name.fullmatch(path.name)
@@ -59,6 +60,10 @@ class PolicyFiles:
                     self._sizes[ns_id] = whole_pages(path.stat().st_size)
                 elif match or path.name.endswith(_SUFFIX_UNFINISHED):
                     self._io.unlink(path)
+            while self.file_bytes > self.bytes_max:
+                largest = max(self._sizes, key=self._sizes.__getitem__)
+                self._io.unlink(self._file(largest))
+                del self._sizes[largest]
 
     def load(self, ns_id: bytes) -> bytes | None:
         """What was saved last of a namespace; None where there is nothing or it cannot be read."""

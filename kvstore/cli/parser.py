@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore import __version__
+from kvstore.cli.token_words import token_of
 from kvstore.config import DISK_ADMISSIONS, EVICTION_POLICIES
 from kvstore.connectors.check import CHECKERS
 from kvstore.security_config import ROLE_WORDS
@@ -247,9 +248,15 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 
 
 def _add_prompt(command: argparse.ArgumentParser) -> None:
-    command.add_argument("tokens", metavar="TOKEN", type=int, nargs="*", help="token ids of the prompt")
     command.add_argument(
-        "--tokens-file", metavar="FILE", help="token ids as a JSON list, or parted by spaces or commas; -: stdin"
+        "tokens",
+        metavar="TOKEN",
+        type=token_of,
+        nargs="*",
+        help="token ids of the prompt, or its digests in hexadecimal digits",
+    )
+    command.add_argument(
+        "--tokens-file", metavar="FILE", help="the same as a JSON list, or parted by spaces or commas; -: stdin"
     )
     _add_namespace(command)
     root = command.add_argument_group("root (overrides the file's [root])")

@@ -10,9 +10,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.cli.token_words import token_of
 from kvstore.config import read_secret
 from kvstore.errors import InvalidLayoutError, InvalidNamespaceError, InvalidTokensError
 from kvstore.layer_groups import Recurrent, SlidingWindow
+from kvstore.tokens import as_prompt
 from kvstore.types import KvLayout, Namespace, Root
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvstore.layer_groups import LayerGroup
+    from kvstore.types import TokenArray
 
 _NAMESPACE_FIELDS = ("model", "revision", "tenant", "secret_file", "layout", "root")
 _GROUP_KINDS: dict[str, type[LayerGroup]] = {"sliding_window": SlidingWindow, "recurrent": Recurrent}
@@ -57,18 +60,23 @@ def root_of(arguments: argparse.Namespace) -> Root:
     return Root(**values)
 
 
-def tokens_of(arguments: argparse.Namespace) -> list[int]:
-    """The token ids of the arguments, else of --tokens-file."""
+def tokens_of(arguments: argparse.Namespace) -> list[int | bytes]:
+    """The token ids, or digests, of the arguments, else of --tokens-file."""
     if arguments.tokens and arguments.tokens_file:
         raise InvalidTokensError("token ids are given as arguments and by --tokens-file; give one of them")
     if not arguments.tokens_file:
         return list(arguments.tokens)
     text = sys.stdin.read() if arguments.tokens_file == "-" else _read(arguments.tokens_file, InvalidTokensError)
     words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
-    bad = next((word for word in words if word and not re.fullmatch(r"-?\d{1,20}", word, re.ASCII)), None)
-    if bad is not None:
-        raise InvalidTokensError(f"{arguments.tokens_file}: {bad[:40]!r} is no token id, expected whole numbers")
-    return [int(word) for word in words if word]
+    try:
+        return [token_of(word.removeprefix('"').removesuffix('"')) for word in words if word]
+    except ValueError as error:
+        raise InvalidTokensError(f"{arguments.tokens_file}: {error}") from None
+
+
+def prompt_of(arguments: argparse.Namespace, namespace: Namespace) -> TokenArray:
+    """What `namespace` compares of the prompt that the arguments give."""
+    return as_prompt(namespace, tokens_of(arguments))
 
 
 def _file_values(file: str | None) -> dict[str, Any]:

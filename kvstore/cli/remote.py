@@ -10,7 +10,7 @@ import kvstore
 from kvstore.api import SCRUB_BYTES
 from kvstore.cli.output import ExitCode, print_json, print_table
 from kvstore.cli.progress import ProgressBar
-from kvstore.cli.prompt import namespace_of, root_of, tokens_of
+from kvstore.cli.prompt import namespace_of, prompt_of, root_of
 from kvstore.cli.sidecar import client_files, sidecar_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.quantities import format_size, parse_duration, parse_size
@@ -61,12 +61,14 @@ def stats(arguments: argparse.Namespace) -> int:
 
 def match(arguments: argparse.Namespace) -> int:
     """The longest stored prefix of a prompt, without touching it."""
-    namespace, root, tokens = namespace_of(arguments), root_of(arguments), tokens_of(arguments)
+    namespace, root = namespace_of(arguments), root_of(arguments)
+    prompt = prompt_of(arguments, namespace)
+    prompt_tokens = namespace.layout.prompt_tokens(prompt.size)
     with _connect(arguments) as client:
-        found = client.match(namespace, tokens, root=root, touch=False)
-    row = {"blocks": found.blocks, "tokens": found.tokens, "prompt_tokens": len(tokens), "tiers": _tier_blocks(found)}
+        found = client.match(namespace, prompt, root=root, touch=False)
+    row = {"blocks": found.blocks, "tokens": found.tokens, "prompt_tokens": prompt_tokens, "tiers": _tier_blocks(found)}
     places = ", ".join(f"{blocks} in {name}" for name, blocks in _tier_blocks(found).items())
-    text = f"{found.tokens} of {len(tokens)} tokens, {found.blocks} blocks" + (f": {places}" if places else "")
+    text = f"{found.tokens} of {prompt_tokens} tokens, {found.blocks} blocks" + (f": {places}" if places else "")
     _show(arguments, row, text)
     return ExitCode.DONE
 
@@ -95,9 +97,10 @@ def nodes(arguments: argparse.Namespace) -> int:
 
 def locate(arguments: argparse.Namespace) -> int:
     """What each node holds of a prompt."""
-    namespace, root, tokens = namespace_of(arguments), root_of(arguments), tokens_of(arguments)
+    namespace, root = namespace_of(arguments), root_of(arguments)
+    prompt = prompt_of(arguments, namespace)
     with _connect(arguments) as client:
-        found = client.locate(namespace, tokens, root=root)
+        found = client.locate(namespace, prompt, root=root)
     rows = [
         {
             "node": located.node.name,
@@ -107,7 +110,7 @@ def locate(arguments: argparse.Namespace) -> int:
         for located in found
     ]
     if arguments.json:
-        print_json({"prompt_tokens": len(tokens), "nodes": rows})
+        print_json({"prompt_tokens": namespace.layout.prompt_tokens(prompt.size), "nodes": rows})
     else:
         texts = [(row["node"], row["tokens"], _places(located)) for row, located in zip(rows, found, strict=True)]
         print_table(("node", "tokens", "where"), texts)
@@ -116,11 +119,12 @@ def locate(arguments: argparse.Namespace) -> int:
 
 def pin(arguments: argparse.Namespace) -> int:
     """Pin a prompt; partly done if less is stored than the prompt has, failed if nothing is."""
-    namespace, root, tokens = namespace_of(arguments), root_of(arguments), tokens_of(arguments)
-    wanted = len(tokens) // namespace.layout.block_tokens
+    namespace, root = namespace_of(arguments), root_of(arguments)
+    prompt = prompt_of(arguments, namespace)
+    wanted = prompt.size // namespace.layout.block_symbols
     ttl_seconds = _ttl_seconds(arguments.ttl)
     with _connect(arguments) as client:
-        made = client.pin(namespace, tokens, root=root, ttl_seconds=ttl_seconds)
+        made = client.pin(namespace, prompt, root=root, ttl_seconds=ttl_seconds)
     _show(arguments, asdict(made), f"pin {made.pin_id}: {made.blocks} of {wanted} blocks")
     if made.blocks == wanted:
         return ExitCode.DONE
@@ -137,9 +141,10 @@ def unpin(arguments: argparse.Namespace) -> int:
 
 def evict(arguments: argparse.Namespace) -> int:
     """Drop a prompt's blocks."""
-    namespace, root, tokens = namespace_of(arguments), root_of(arguments), tokens_of(arguments)
+    namespace, root = namespace_of(arguments), root_of(arguments)
+    prompt = prompt_of(arguments, namespace)
     with _connect(arguments) as client:
-        blocks = client.evict(namespace, tokens, root=root, from_block=arguments.from_block)
+        blocks = client.evict(namespace, prompt, root=root, from_block=arguments.from_block)
     _show(arguments, {"blocks": blocks}, f"{blocks} blocks dropped")
     return ExitCode.DONE
 

@@ -34,6 +34,7 @@ from kvstore.store.sparse_moves import SparseMover
 from kvstore.store.state_moves import StateMover
 from kvstore.store.turn_lock import TurnLock
 from kvstore.store.turnover import Turnover
+from kvstore.tiers.persistent import PinKeepingTier
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -383,6 +384,8 @@ class RoomMaker:
         pool = disk.pool(found.ns_id, found.part_sizes, found.block_tokens)
         pool.free(np.array([block.slot for block in disk.recovered(found.ns_id)], dtype=np.uint32))
         disk.policy_files.remove(found.ns_id)
+        if isinstance(disk, PinKeepingTier):
+            disk.pin_files.remove(found.ns_id)
         return _give_back_idle([pool])
 
     def _reclaim(self, space: Space, tier: Tier, worth: float) -> bool:

@@ -522,7 +522,7 @@ class Store:
         for freed in removed:
             self._index.settle(freed)
         for space in {freed.space for freed in removed}:
-            self._pins.save(space)
+            self._pins.save_ended(space)
         return len(removed)
 
     def _drop_unheld(self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int) -> list[Freed]:

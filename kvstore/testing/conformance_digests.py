@@ -102,3 +102,15 @@ class DigestConformance:
         store.flush()
         assert store.prefetch(OPAQUE, DIGESTS).wait(5.0) == BLOCKS
         assert verified_blocks(store, OPAQUE, DIGESTS) == BLOCKS
+
+    def test_what_was_matched_is_asked_for_again_as_it_is(self, store: KvStore) -> None:
+        store_prompt(store, OPAQUE, DIGESTS[:5])
+        store.flush()
+        found = store.match(OPAQUE, DIGESTS).prefix
+        assert store.prefetch(OPAQUE, found).wait(5.0) == 5
+        assert store.match(OPAQUE, found).blocks == 5
+        assert store.match(OPAQUE, found[8:]).blocks == 0
+        assert store.hint_next_use(OPAQUE, found, seconds=60) == 5
+        assert store.evict(OPAQUE, found, from_block=1) == 4
+        with pytest.raises(InvalidTokensError, match="36 bytes, expected 32 for each block"):
+            store.match(OPAQUE, found[:9])

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,53 @@ def test_a_damaged_file_costs_the_pins_alone(tmp_path: Path, damage: bytes) -> N
     with opened(tmp_path) as store:
         assert store.match(BASE, PROMPT).blocks
         assert (0, 1) == (store.stats().pins, store.stats().disk_faults["refused_snapshot"])
+
+
+def test_a_pin_that_ended_stays_ended_where_the_file_has_no_room_for_another(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store_prompt(store, BASE, PROMPT)
+        pins = [store.pin(BASE, PROMPT).pin_id for _ in range(80)]
+        for pin in pins[:5]:
+            assert store.unpin(pin)
+        assert store._disk.pin_files.file_bytes <= store._disk.pin_files.bytes_max
+    with opened(tmp_path) as store:
+        store.match(BASE, PROMPT)
+        kept = [pin for pin in pins if store.unpin(pin)]
+        assert 0 == store.stats().pins
+    assert kept
+    assert set() == {*kept} & {*pins[:5]}
+
+
+def test_ids_of_many_pins_are_those_of_no_pin_of_a_later_start(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store_prompt(store, BASE, PROMPT)
+        first = store.pin(BASE, PROMPT).pin_id
+        store._pins._next_id = count(first + (1 << 20))  # after a million pins that came and went
+        last = store.pin(BASE, PROMPT).pin_id
+    with opened(tmp_path) as store:
+        store.match(BASE, PROMPT)
+        new = store.pin(BASE, PROMPT).pin_id
+        assert 3 == store.stats().pins
+        assert [True] * 3 == [store.unpin(pin) for pin in (first, last, new)]
+        assert store.evict(BASE, PROMPT)
+
+
+def test_pins_of_a_namespace_that_was_given_up_go_with_its_blocks(tmp_path: Path) -> None:
+    other = replace(BASE, model="of another run")
+    with opened(tmp_path) as store:
+        store_prompt(store, other, PROMPT)
+        store.pin(other, PROMPT)
+    with opened(tmp_path) as store:
+        for number in range(400):
+            store_prompt(store, BASE, [1000 * number, *PROMPT[1:]])
+            if number % 8 == 7:
+                store.flush()
+        assert 0 == store.match(other, PROMPT).blocks
+        assert 0 == store._disk.pin_files.file_bytes
+        store_prompt(store, other, PROMPT)
+    with opened(tmp_path) as store:
+        store.match(other, PROMPT)
+        assert 0 == store.stats().pins
 
 
 PINNING = """

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from kvstore.cli.parser import build_parser
-from kvstore.cli.prompt import namespace_of, root_of, tokens_of
-from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.cli.prompt import namespace_of, prompt_of, root_of, tokens_of
+from kvstore.errors import ConfigError, InvalidArgumentError, InvalidTokensError
 from kvstore.layer_groups import Recurrent, SlidingWindow
 from kvstore.types import KvLayout, Namespace, Root
 
@@ -152,6 +152,24 @@ def test_token_files_are_read_in_each_form(tmp_path, monkeypatch, text):
     assert [1, 2, 3] == tokens_of(parsed("1", "2", "3"))
     assert [1, 2, 3] == tokens_of(parsed("--tokens-file", str(file)))
     assert [1, 2, 3] == tokens_of(parsed("--tokens-file", "-"))
+
+
+@pytest.mark.parametrize("form", ["{0} {1}", '["{0}", "{1}"]', "{0},\n{1}\n"])
+def test_digests_are_given_in_hexadecimal_digits(tmp_path, form):
+    digests = [bytes(range(32)), bytes(31) + b"\1"]  # the second looks like a number
+    file = tmp_path / "digests"
+    file.write_text(form.format(digests[0].hex(), digests[1].hex().upper()))
+    layout = "layers=1,kv_heads=1,head_dim=8,dtype=int8,block_tokens=4"
+    namespace = ("--model", "m", "--revision", "r", "--layout")
+
+    assert digests == tokens_of(parsed(*[digest.hex() for digest in digests]))
+    arguments = parsed("--tokens-file", str(file), *namespace, layout + ",symbols=digests")
+    assert digests == tokens_of(arguments)
+    assert b"".join(digests) == prompt_of(arguments, namespace_of(arguments)).tobytes()
+    with pytest.raises(InvalidTokensError, match="expected integers"):
+        prompt_of(arguments, namespace_of(parsed(*namespace, layout)))
+    with pytest.raises(InvalidTokensError, match="a digest is a int"):
+        prompt_of(parsed("1", "2"), namespace_of(arguments))
 
 
 def test_no_tokens_are_an_empty_prompt(tmp_path):

@@ -102,6 +102,14 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     assert [f"{ONE.hex()}.snapshot"] == [path.name for path in tmp_path.iterdir()]
 
 
+def test_a_smaller_share_than_before_keeps_what_fits(tmp_path: Path) -> None:
+    files, _ = opened(tmp_path, ONE, OTHER)
+    assert (True, True) == (files.save(ONE, b"large" * PAGE), files.save(OTHER, b"small"))
+    files, _ = opened(tmp_path, ONE, OTHER, bytes_max=2 * PAGE)
+    assert (None, b"small", PAGE) == (files.load(ONE), files.load(OTHER), files.file_bytes)
+    assert [f"{OTHER.hex()}.snapshot"] == [path.name for path in tmp_path.iterdir()]
+
+
 @pytest.mark.timeout(60)
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
     for after_lines in (1, 7, 40, 90):

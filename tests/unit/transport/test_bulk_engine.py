@@ -124,6 +124,14 @@ def test_bytes_go_through_the_engine_and_are_right(served: ServedStore, host: Bu
     assert {} == host.failures
 
 
+def test_rows_that_are_compared_with_digests_come_with_an_engine_too(served: ServedStore, store: kvstore.KvStore):
+    store_prompt(store, NAMESPACE, PROMPT)
+    rows = np.zeros((BLOCKS, ROW_BYTES), dtype=np.uint8)
+    with client_of(served) as client, client.lease(client.match(NAMESPACE, PROMPT)) as lease:
+        assert BLOCKS == lease.load_verified(rows).blocks
+    assert np.array_equal(expected_rows(NAMESPACE, PROMPT), rows)
+
+
 def test_a_client_without_an_engine_is_served_by_sockets(served: ServedStore, host: BulkEngineHost):
     with kvstore.connect(served.addresses[0]) as client:
         assert client.bulk is None
