@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.connectors.check import Finding, Verdict
+from kvstore.connectors.checkpoint_files import model_fingerprint
 from kvstore.connectors.common import UnsupportedModelError
 from kvstore.connectors.sglang.backend import SglangBackend
 from kvstore.connectors.sglang.layout import KV_POOL, Rank
 from kvstore.connectors.sglang.settings import SglangSettings
-from kvstore.connectors.vllm.fingerprint import model_fingerprint
 from kvstore.quantities import format_size
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore.connectors.check import Finding, Verdict
+from kvstore.connectors.checkpoint_files import has_weights
 from kvstore.connectors.common import UnsupportedModelError, gives_back_what_it_takes
 from kvstore.connectors.vllm import CONNECTOR
-from kvstore.connectors.vllm.fingerprint import has_weights
 from kvstore.connectors.vllm.layout import checkpoint_folder, describe_layout, rank_layout
 from kvstore.connectors.vllm.settings import VllmSettings, parse_settings
 from kvstore.errors import ConfigError, KvstoreError, NoSpaceError

@@ -1,4 +1,4 @@
-"""Fingerprints of what vLLM loads from a folder: model weights and adapters. Two folders never share one by chance."""
+"""Fingerprints of what engines load from folders: model weights and adapters. Two folders never share one by chance."""
 
 from __future__ import annotations
 
