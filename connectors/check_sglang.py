@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.connectors.check import Finding, Verdict
-from kvstore.connectors.checkpoint_files import model_fingerprint
+from kvstore.connectors.checkpoint_files import model_fingerprint, read_config, require_table
 from kvstore.connectors.common import UnsupportedModelError
 from kvstore.connectors.sglang.backend import SglangBackend
 from kvstore.connectors.sglang.layout import KV_POOL, Rank
@@ -123,27 +122,10 @@ def _model(options: CheckOptions) -> tuple[_Geometry, str]:
     page_tokens = _PAGE_TOKENS if options.block_tokens is None else options.block_tokens
     if options.model is None:
         return _geometry(_MADE_UP, page_tokens), "made up, to try the rest (--model PATH checks yours)"
-    config = _config(Path(options.model))
-    geometry = _geometry(_table(config.get("text_config", config), "text_config of config.json"), page_tokens)
+    config = read_config(Path(options.model))
+    geometry = _geometry(require_table(config.get("text_config", config), "text_config of config.json"), page_tokens)
     revision = model_fingerprint(options.model, "check")
     return geometry, f"{config.get('model_type', 'a model')} from {options.model}, weights read: {revision[:8]}..."
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError("there is no config.json; expected a folder with a model")
-    try:
-        return _table(json.loads(file.read_text(encoding="utf-8")), "config.json")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config.json is no JSON: {error}") from error
-
-
-def _table(value: object, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        found = "a list" if isinstance(value, list) else f"{value!r:.80}"
-        raise ValueError(f"{name} is {found}, expected a table")
-    return value
 
 
 def _count(config: dict[str, Any], name: str) -> int:

@@ -76,7 +76,7 @@ def test_a_folder_without_a_model_fails_by_name(store, tmp_path):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (None, "there is no config.json"),
+        (None, "there is no config.json in that folder"),
         ('{"num_hidden_layers": ', "config.json is no JSON"),
         ("[]", "config.json is a list, expected a table"),
         ('{"text_config": 7}', "text_config of config.json is 7, expected a table"),
