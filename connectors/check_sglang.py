@@ -123,7 +123,7 @@ def _model(options: CheckOptions) -> tuple[_Geometry, str]:
     if options.model is None:
         return _geometry(_MADE_UP, page_tokens), "made up, to try the rest (--model PATH checks yours)"
     config = read_config(Path(options.model))
-    geometry = _geometry(require_table(config.get("text_config", config), "text_config of config.json"), page_tokens)
+    geometry = _geometry(require_table(config.get("text_config") or config, "text_config of config.json"), page_tokens)
     revision = model_fingerprint(options.model, "check")
     return geometry, f"{config.get('model_type', 'a model')} from {options.model}, weights read: {revision[:8]}..."
 
