@@ -2,10 +2,13 @@
 
     python bench/bench_llama_cpp.py --model FILE.gguf [--prompt-tokens N] [--rounds N] [--json FILE]
 
-For a Python that has llama-cpp-python (`make engine-llama-cpp`). Each round asks one new prompt cold, without
-the connector and with it, then again when the engine has forgotten it: from a store in this process and from a sidecar.
-Medians, of wall time and of the calling thread's CPU seconds, which others on the machine disturb least. The
-engine has one thread. `own_cache` is what the engine does behind an answer for a cache of its own kind (`set_cache`),
+For a Python that has llama-cpp-python (`make engine-llama-cpp`). Each round asks one new prompt cold, without the
+connector, with it, and with a server that was never there (`absent`), in an order of its own, and again when the engine
+has forgotten it: from a store in this process and from a sidecar. Medians, of wall time and of the calling thread's CPU
+seconds. `added` is what a cold prompt took over the one without the connector of the same round, in percent, median
+and quartiles; `control` is a second one without the connector, whose spread is what the machine adds by itself.
+`connector` is the time inside the connector before a cold prompt, measured there: what it adds for sure. The engine has
+one thread. `own_cache` is what the engine does behind an answer for a cache of its own kind (`set_cache`),
 `save` and `restore` are the copies of a state out of the context and into it.
 """
 
@@ -18,6 +21,7 @@ import statistics
 import tempfile
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +46,11 @@ PATIENT = Settings(limits=Limits(lookup_seconds=60.0, load_seconds=60.0))
 
 
 def took(function: Callable[[], Any]) -> dict[str, float]:
-    began, cpu = time.perf_counter(), time.thread_time()
+    """Also the CPU time of all other threads of this process meanwhile, which is the connector's and the store's."""
+    began, cpu, process = time.perf_counter(), time.thread_time(), time.process_time()
     function()
-    return {"wall_ms": 1e3 * (time.perf_counter() - began), "cpu_ms": 1e3 * (time.thread_time() - cpu)}
+    wall, cpu, process = time.perf_counter() - began, time.thread_time() - cpu, time.process_time() - process
+    return {"wall_ms": 1e3 * wall, "cpu_ms": 1e3 * cpu, "others_cpu_ms": 1e3 * (process - cpu)}
 
 
 def first_token(llm: Llama, prompt: list[int]) -> dict[str, float]:
@@ -54,11 +60,27 @@ def first_token(llm: Llama, prompt: list[int]) -> dict[str, float]:
         return took(lambda: next(answer))
 
 
+def ask_absent(llm: Llama, prompt: list[int], address: str) -> dict[str, dict[str, float]]:
+    """Cold where no server was ever there, with the settings that one has by default."""
+    cached(llm, address)
+    try:
+        return {"absent_connector": in_connector(llm, prompt), "absent": first_token(llm, prompt)}
+    finally:
+        uncache(llm)
+
+
+def in_connector(llm: Llama, prompt: list[int]) -> dict[str, float]:
+    """What stands before a prompt that nothing is stored of, without the prompt itself."""
+    other = [*prompt[1:], prompt[0]]
+    llm.reset()
+    return took(lambda: connector_of(llm).restore(other))
+
+
 def ask_both(llm: Llama, prompt: list[int], store: KvStore) -> dict[str, dict[str, float]]:
     """Cold through the connector, which stores it, and again from what is stored."""
     cached(llm, store, PATIENT)
     try:
-        found = {"cold": first_token(llm, prompt)}
+        found = {"connector": in_connector(llm, prompt), "cold": first_token(llm, prompt)}
         assert connector_of(llm).flush()
         found["hit"] = first_token(llm, prompt)
         stats = connector_of(llm).stats()
@@ -68,19 +90,49 @@ def ask_both(llm: Llama, prompt: list[int], store: KvStore) -> dict[str, dict[st
         uncache(llm)
 
 
-def ask_round(llm: Llama, prompt: list[int], stores: dict[str, KvStore]) -> dict[str, dict[str, float]]:
-    found = {"without": first_token(llm, prompt)}
-    for name, store in stores.items():
-        found |= {f"{name}_{kind}": times for kind, times in ask_both(llm, prompt, store).items()}
+def ask_round(
+    llm: Llama, prompt: list[int], stores: dict[str, KvStore], absent: str, order: random.Random
+) -> dict[str, dict[str, float]]:
+    def ask_store(name: str) -> dict[str, dict[str, float]]:
+        return {f"{name}_{kind}": times for kind, times in ask_both(llm, prompt, stores[name]).items()}
+
+    cases: list[Callable[[], dict[str, dict[str, float]]]] = [
+        lambda: {"without": first_token(llm, prompt)},
+        lambda: {"control": first_token(llm, prompt)},
+        lambda: ask_absent(llm, prompt, absent),
+        *(partial(ask_store, name) for name in stores),
+    ]
+    found: dict[str, dict[str, float]] = {}
+    for ask in order.sample(cases, len(cases)):
+        found |= ask()
+    return found | copies(llm)
+
+
+def copies(llm: Llama) -> dict[str, dict[str, float]]:
+    """Of the state that the engine holds now."""
     sequence = ContextSequence(llm)
     blob = sequence.save()
     assert blob is not None
     state = LoadedState(blob, llm.n_tokens, llm.n_tokens)
     held = sequence.tokens
-    return found | {
+    return {
         "save": took(sequence.save),
         "restore": took(lambda: sequence.restore(state, held)),
         "own_cache": took(llm.save_state),
+    }
+
+
+def added(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Percent over `without` of the same round: the lower quartile, the median, the upper quartile."""
+    return {
+        case: {
+            unit: [
+                round(100 * (cut - 1), 2)
+                for cut in statistics.quantiles([one[case][unit] / one["without"][unit] for one in rounds], n=4)
+            ]
+            for unit in ("wall_ms", "cpu_ms")
+        }
+        for case in ("control", "absent", "embedded_cold", "sidecar_cold")
     }
 
 
@@ -96,13 +148,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             first_token(llm, [1, 2, 3])
             for number in range(arguments.rounds):
                 prompt = random.Random(number).choices(range(100, 40_000), k=tokens)
-                rounds.append(ask_round(llm, prompt, stores))
+                rounds.append(ask_round(llm, prompt, stores, f"unix://{folder}/absent.sock", random.Random(-number)))
             state_bytes = ContextSequence(llm).state_bytes
     medians = {
         case: {unit: round(statistics.median(one[case][unit] for one in rounds), 2) for unit in rounds[0][case]}
         for case in rounds[0]
     }
-    return {"prompt_tokens": tokens, "rounds": len(rounds), "state_bytes": state_bytes, "medians": medians}
+    sizes = {"prompt_tokens": tokens, "rounds": len(rounds), "state_bytes": state_bytes}
+    return sizes | {"medians": medians, "added_percent": added(rounds)}
 
 
 def main() -> None:
@@ -114,7 +167,12 @@ def main() -> None:
     arguments = parser.parse_args()
     result = {"model": Path(arguments.model).name, "llama_cpp_python": llama_cpp.__version__} | measure(arguments)
     for case, times in result["medians"].items():
-        print(f"{case:<14} {times['wall_ms']:>10.1f} ms  {times['cpu_ms']:>10.1f} ms of CPU")
+        cpu = f"{times['cpu_ms']:>10.1f} ms of CPU, {times['others_cpu_ms']:.1f} in other threads"
+        print(f"{case:<18} {times['wall_ms']:>10.1f} ms  {cpu}")
+    for case, shares in result["added_percent"].items():
+        print(
+            f"{case:<14} adds {shares['wall_ms'][1]:>6.2f} %  {shares['cpu_ms'][1]:>6.2f} % of CPU  {shares['cpu_ms']}"
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": describe()} | result, indent=1) + "\n", encoding="utf-8")
 

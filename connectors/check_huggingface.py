@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvstore.connectors.check import Finding, Verdict
+from kvstore.connectors.checkpoint_files import read_config
 from kvstore.connectors.common import UnsupportedModelError
 from kvstore.connectors.huggingface import cached, connector_of, uncache
 from kvstore.connectors.huggingface_blocks import gives_back_what_it_takes
@@ -34,6 +35,7 @@ MINIMUM = (5, 16)
 _BLOCK_TOKENS = 16
 _NEW_TOKENS = 4
 _PATIENT_SECONDS = 30.0
+_MADE_UP_BYTES_MAX = 2 << 30
 
 
 def check(options: CheckOptions, store: KvStore) -> Iterator[Finding]:
@@ -99,14 +101,25 @@ def _load(folder: str | None) -> PreTrainedModel:
         loaded = LlamaForCausalLM(config)
     else:
         path = Path(folder)
-        if not (path / "config.json").is_file():
-            raise OSError("no config.json there; expected a folder with a model of transformers")
+        read_config(path)
         if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
             loaded = loader.from_pretrained(path, local_files_only=True, dtype="auto")
         else:
-            loaded = loader.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+            loaded = _made_up(loader, AutoConfig.from_pretrained(path, local_files_only=True))
     model: PreTrainedModel = loaded.eval()
     return model
+
+
+def _made_up(loader: Any, config: Any) -> Any:  # noqa: ANN401  # not typed in transformers
+    """A model of random weights, as large as the real one, which the meta device tells without taking memory."""
+    with torch.device("meta"):
+        size = sum(parameter.nbytes for parameter in loader.from_config(config).parameters())
+    if size > _MADE_UP_BYTES_MAX:
+        raise ValueError(
+            f"there are no weights, and random ones would take {format_size(size)}, over "
+            f"{format_size(_MADE_UP_BYTES_MAX)}; put the weights there, or make num_hidden_layers smaller"
+        )
+    return loader.from_config(config)
 
 
 def _model_sentence(model: PreTrainedModel, folder: str | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.connectors.check import Finding, Verdict
+from kvstore.connectors.checkpoint_files import model_fingerprint, read_config, require_table
 from kvstore.connectors.common import UnsupportedModelError
 from kvstore.connectors.sglang.backend import SglangBackend
 from kvstore.connectors.sglang.layout import KV_POOL, Rank
 from kvstore.connectors.sglang.settings import SglangSettings
-from kvstore.connectors.vllm.fingerprint import model_fingerprint
 from kvstore.quantities import format_size
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def check(options: CheckOptions, store: KvStore) -> Iterator[Finding]:
         return
     try:
         geometry, sentence = _model(options)
-    except (OSError, ValueError, KeyError, UnsupportedModelError) as error:
+    except (OSError, ValueError, UnsupportedModelError) as error:
         yield Finding("model", Verdict.FAILED, f"{options.model}: {error}")
         return
     yield Finding("model", Verdict.OK, sentence)
@@ -123,20 +122,30 @@ def _model(options: CheckOptions) -> tuple[_Geometry, str]:
     page_tokens = _PAGE_TOKENS if options.block_tokens is None else options.block_tokens
     if options.model is None:
         return _geometry(_MADE_UP, page_tokens), "made up, to try the rest (--model PATH checks yours)"
-    config = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))
-    geometry = _geometry(config.get("text_config", config), page_tokens)
+    config = read_config(Path(options.model))
+    geometry = _geometry(require_table(config.get("text_config") or config, "text_config of config.json"), page_tokens)
     revision = model_fingerprint(options.model, "check")
     return geometry, f"{config.get('model_type', 'a model')} from {options.model}, weights read: {revision[:8]}..."
 
 
+def _count(config: dict[str, Any], name: str) -> int:
+    if name not in config:
+        raise ValueError(f"config.json has no {name!r}, which tells how large a page is")
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name!r} is {value!r:.80}, expected a whole number from 1 on")
+    return value
+
+
 def _geometry(config: dict[str, Any], page_tokens: int) -> _Geometry:
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    layers, bytes_each = int(config["num_hidden_layers"]), _DTYPE_BYTES.get(dtype, 2)
+    layers, bytes_each = _count(config, "num_hidden_layers"), _DTYPE_BYTES.get(dtype, 2)
     if config.get("kv_lora_rank"):
-        width = int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim", 0))
-        return _Geometry(layers, width * bytes_each, 1, dtype, page_tokens)
-    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
+        rope = _count(config, "qk_rope_head_dim") if config.get("qk_rope_head_dim") else 0
+        return _Geometry(layers, (_count(config, "kv_lora_rank") + rope) * bytes_each, 1, dtype, page_tokens)
+    all_heads = _count(config, "num_attention_heads")
+    heads = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") else all_heads
+    head_dim = _count(config, "head_dim") if config.get("head_dim") else _count(config, "hidden_size") // all_heads
     return _Geometry(layers, heads * head_dim * bytes_each, 2, dtype, page_tokens)
 
 

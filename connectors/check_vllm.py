@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore.connectors.check import Finding, Verdict
+from kvstore.connectors.checkpoint_files import has_weights, read_config
 from kvstore.connectors.common import UnsupportedModelError, gives_back_what_it_takes
 from kvstore.connectors.vllm import CONNECTOR
-from kvstore.connectors.vllm.fingerprint import has_weights
 from kvstore.connectors.vllm.layout import checkpoint_folder, describe_layout, rank_layout
 from kvstore.connectors.vllm.settings import VllmSettings, parse_settings
 from kvstore.errors import ConfigError, KvstoreError, NoSpaceError
@@ -71,10 +71,15 @@ def _findings(options: CheckOptions, store: KvStore) -> Iterator[Finding]:
     yield engine
     if engine.verdict is Verdict.FAILED:
         return
+    try:
+        check_folder(options.model)
+    except ValueError as error:
+        yield Finding("model", Verdict.FAILED, f"{options.model}: {error}")
+        return
     with tempfile.TemporaryDirectory() as folder:
         try:
             config = _engine_config(options, folder)
-        except (ValueError, OSError, RuntimeError) as error:
+        except _BUILD_ERRORS as error:
             yield Finding("model", Verdict.FAILED, f"vLLM refuses to start: {_first_line(error)}")
             return
         yield Finding("model", Verdict.OK, _model_sentence(config, options.model))
@@ -97,6 +102,14 @@ def check_version(version: str) -> Finding:
     if f"{numbers[0]}.{numbers[1]}" not in TESTED:
         return Finding("engine", Verdict.WARNING, f"vLLM {version}: not tested, only {', '.join(TESTED)} is")
     return Finding("engine", Verdict.OK, f"vLLM {version}")
+
+
+def check_folder(model: str | None) -> None:
+    """Raise ValueError for a path to no model; names of models, and files of many formats, are left to vLLM."""
+    if model is None or (Path(model) / "params.json").is_file():
+        return
+    if Path(model).is_dir() or (model.startswith(("/", "./", "../")) and not Path(model).exists()):
+        read_config(Path(model))
 
 
 def check_transfer(transfer: Any) -> Iterator[Finding]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvstore.connectors.checkpoint_files import AdapterDigests, model_fingerprint
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.connectors.vllm.fingerprint import AdapterDigests, model_fingerprint
 
 _COMPUTING = (
     "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args",

@@ -10,8 +10,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from kvstore.connectors.checkpoint_files import model_fingerprint
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.connectors.vllm.fingerprint import model_fingerprint
 from kvstore.layer_groups import DTYPE_BYTES
 from kvstore.types import KvLayout
 

@@ -10,7 +10,7 @@ from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.types import Root
 
 if TYPE_CHECKING:
-    from kvstore.connectors.vllm.fingerprint import AdapterDigests
+    from kvstore.connectors.checkpoint_files import AdapterDigests
     from kvstore.connectors.vllm.lookups import Lookup
 
 

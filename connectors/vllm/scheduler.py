@@ -12,8 +12,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvstore.connectors.checkpoint_files import AdapterDigests
 from kvstore.connectors.common import HookGuard
-from kvstore.connectors.vllm.fingerprint import AdapterDigests
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.plan import BlockJob, StepPlan, loadable_blocks, storable_blocks
 from kvstore.connectors.vllm.requests import TrackedRequest, bypass_reason, root_of

@@ -3,51 +3,44 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from sglang_engine import SglangProcess, with_storage
 
 import kvstore
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE, MAX_TOKENS = 16, 16
 STORED_SECONDS_MAX = 120.0
 VERSIONS = "SGLang 0.5.23"
+BACKEND = {
+    "backend_name": "kvstore",
+    "module_path": "kvstore.connectors.sglang",
+    "class_name": "KvstoreStorage",
+    "interface_v1": 1,
+    "prefetch_threshold": 16,
+    "hicache_storage_pass_prefix_keys": True,
+}
+# On a busy machine an answer takes its time, and what is asked here is whether it is right.
+PATIENT = {"lookup_seconds": 20.0, "bulk_seconds": 20.0}
 pytestmark = [pytest.mark.engine, pytest.mark.kill, pytest.mark.timeout(2400)]
 
 
-@pytest.fixture(scope="session")
-def sglang_python():
-    python = Path(os.environ.get("KVSTORE_SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python")
-    if not python.exists():
-        pytest.skip(f"there is no SGLang at {python}: make engines")
-    return python
-
-
-@pytest.fixture(scope="module")
-def start_sglang(sglang_python, tiny_model, tmp_path_factory):
-    """Starts engines of the tiny model; they end with the module."""
-    with ExitStack() as stack:
-
-        def start(options=None, environment=None):
-            engine = SglangProcess(
-                sglang_python,
-                {"model_path": str(tiny_model)} | (options or {}),
-                tmp_path_factory.mktemp("engine"),
-                environment,
-            )
-            stack.callback(engine.close)
-            assert engine.answer() == {"ready": True}
-            return engine
-
-        yield start
+def with_storage(address):
+    """SGLang's own settings for pages in a server; `direct` copies are those that a CPU can make."""
+    extra = BACKEND | {"kvstore": PATIENT | {"address": address}}
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
+        "hicache_io_backend": "direct",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
 
 
 def tokens_of(count, seed):
@@ -141,7 +134,7 @@ def test_a_second_engine_finds_what_the_first_has_stored_and_outlives_the_server
     first, second, answers = plain
     address = new_address()
     server = start_server(address)
-    storage = with_storage(address, hicache_storage_pass_prefix_keys=True)
+    storage = with_storage(address)
     engine = start_sglang(storage)
     assert of_tokens(engine.ask("generate", prompts=first, max_tokens=MAX_TOKENS)) == answers[: len(first)]
     wait_until_stored(address, whole_pages(first))
@@ -164,12 +157,17 @@ def test_a_second_engine_finds_what_the_first_has_stored_and_outlives_the_server
     other.close()
 
 
-def test_answers_are_the_same_with_sglangs_failure_injector_on(start_sglang, start_server, new_address, plain):
+def test_answers_are_the_same_with_sglangs_failure_injector_on(
+    start_sglang, start_server, new_address, plain, record_support
+):
     first, second, answers = plain
     address = new_address()
     start_server(address)
     injected = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.5"}
-    engine = start_sglang(with_storage(address, hicache_storage_pass_prefix_keys=True), injected)
+    engine = start_sglang(with_storage(address), injected)
     for _ in range(2):
         assert of_tokens(engine.ask("generate", prompts=first + second, max_tokens=MAX_TOKENS)) == answers
         assert engine.ask("clear")
+    record_support(
+        "sglang", VERSIONS, layout="page_first_direct", feature="half of all calls fail", model="Llama", dtype="float32"
+    )

@@ -58,6 +58,24 @@ def test_a_model_that_cannot_be_cached_fails_with_the_reason(new_llama, real_sto
     assert not report.works
 
 
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (None, "there is no config.json in that folder"),
+        ('{"model_type": ', "config.json is no JSON"),
+        ("[]", "config.json is a list, expected a table"),
+        ('{"model_type": "llama"}', "there are no weights, and random ones would take"),
+    ],
+    ids=["none", "broken", "a list", "7 billion parameters by default"],
+)
+def test_a_configuration_that_cannot_be_tried_is_one_clear_finding(config, sentence, real_store, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    report = check_engine("hf", CheckOptions(model=str(tmp_path)), real_store, STORE)
+    assert ("model", Verdict.FAILED) == (report.findings[-1].subject, report.findings[-1].verdict)
+    assert sentence in report.findings[-1].sentence
+
+
 def test_a_folder_without_a_model_fails(real_store, tmp_path):
     report = check_engine("hf", CheckOptions(model=str(tmp_path)), real_store, STORE)
     assert ("model", Verdict.FAILED) == (report.findings[-1].subject, report.findings[-1].verdict)

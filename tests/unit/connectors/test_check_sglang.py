@@ -70,3 +70,27 @@ def test_a_models_pages_are_told_from_its_configuration(store, tmp_path, config,
 def test_a_folder_without_a_model_fails_by_name(store, tmp_path):
     report = check_engine("sglang", CheckOptions(model=str(tmp_path)), store, SOUND)
     assert (report.works, report.findings[-1].subject) == (False, "model")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (None, "there is no config.json in that folder"),
+        ('{"num_hidden_layers": ', "config.json is no JSON"),
+        ("[]", "config.json is a list, expected a table"),
+        ('{"text_config": 7}', "text_config of config.json is 7, expected a table"),
+        ('{"num_attention_heads": 2}', "config.json has no 'num_hidden_layers'"),
+        ('{"num_hidden_layers": "many", "num_attention_heads": 2, "head_dim": 8}', "'num_hidden_layers' is 'many'"),
+        ('{"num_hidden_layers": 0, "num_attention_heads": 2, "head_dim": 8}', "'num_hidden_layers' is 0"),
+        ('{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 8}', "'num_attention_heads' is 0"),
+    ],
+    ids=["none", "broken", "a list", "a number inside", "no layers", "words", "zero layers", "zero heads"],
+)
+def test_a_folder_without_a_configuration_that_can_be_is_one_clear_finding(config, sentence, store, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    report = check_engine("sglang", CheckOptions(model=str(tmp_path)), store, SOUND)
+    assert (report.findings[-1].subject, report.findings[-1].verdict) == ("model", Verdict.FAILED)
+    assert sentence in report.findings[-1].sentence
+    assert "\n" not in report.findings[-1].sentence

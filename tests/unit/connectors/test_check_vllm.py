@@ -7,12 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
+import kvstore
+from kvstore.connectors import check_vllm
 from kvstore.connectors.check import CheckOptions, Finding, Verdict, check_engine
 from kvstore.connectors.check_vllm import (
     MINIMUM,
     RECOMMENDED,
     TESTED,
     cache_config,
+    check_folder,
     check_transfer,
     check_version,
     layout_sentence,
@@ -78,3 +81,34 @@ def test_without_vllm_the_engine_fails_with_what_to_do(store):
     report = check_engine("vllm", CheckOptions(), store, Finding("store", Verdict.OK, "a store"))
     assert ["ok", "failed"] == [finding.verdict.value for finding in report.findings]
     assert "install" in report.findings[-1].sentence
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (None, "there is no config.json in that folder"),
+        ('{"model_type": ', "config.json is no JSON"),
+        ("[]", "config.json is a list, expected a table"),
+    ],
+    ids=["none", "broken", "a list"],
+)
+def test_a_folder_without_a_configuration_that_can_be_is_one_clear_finding(config, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(check_vllm, "_version", lambda: "0.32.0")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    with kvstore.open(None, host_bytes=16 << 20) as store:
+        report = check_engine("vllm", CheckOptions(model=str(tmp_path)), store, Finding("store", Verdict.OK, "here"))
+    assert ("model", Verdict.FAILED) == (report.findings[-1].subject, report.findings[-1].verdict)
+    assert sentence in report.findings[-1].sentence
+
+
+def test_a_path_to_nothing_is_one_clear_finding_and_names_are_left_to_vllm(tmp_path):
+    with pytest.raises(ValueError, match="there is no such folder; expected a folder with a model"):
+        check_folder(str(tmp_path / "nowhere"))
+    check_folder("owner/name")
+    check_folder(None)
+
+
+def test_the_format_of_mistral_needs_no_other_configuration(tmp_path):
+    (tmp_path / "params.json").write_text("{}", encoding="utf-8")
+    check_folder(str(tmp_path))

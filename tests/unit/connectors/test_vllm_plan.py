@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.connectors.checkpoint_files import AdapterDigests, model_fingerprint
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.connectors.vllm.fingerprint import AdapterDigests, model_fingerprint
 from kvstore.connectors.vllm.plan import BlockJob, PackedTokens, loadable_blocks, storable_blocks
 from kvstore.connectors.vllm.requests import bypass_reason, root_of
 from kvstore.connectors.vllm.rows import RowPool

@@ -1,10 +1,12 @@
-"""Fingerprints of what vLLM loads from a folder: model weights and adapters. Two folders never share one by chance."""
+"""Fingerprints of what engines load from folders: model weights and adapters. Two folders never share one by chance."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -38,6 +40,26 @@ def model_fingerprint(path: str, detail: str) -> str:
 def has_weights(path: str) -> bool:
     """Whether there are files of weights under `path`."""
     return any(file.suffix in WEIGHT_SUFFIXES for file in _files(path, _CONFIG_FILES, WEIGHT_SUFFIXES))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The table in config.json of a model's folder; raises ValueError, in a line, where there is none that can be."""
+    file = folder / "config.json"
+    if not file.is_file():
+        found = "config.json in that folder" if folder.is_dir() else "such folder"
+        raise ValueError(f"there is no {found}; expected a folder with a model")
+    try:
+        return require_table(json.loads(file.read_text(encoding="utf-8")), "config.json")
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config.json is no JSON: {error}") from error
+
+
+def require_table(value: object, name: str) -> dict[str, Any]:
+    """A table of a configuration; raises ValueError for anything else."""
+    if not isinstance(value, dict):
+        found = "a list" if isinstance(value, list) else f"{value!r:.80}"
+        raise ValueError(f"{name} is {found}, expected a table")
+    return value
 
 
 class AdapterDigests:
