@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNDER_WAY_PER_NODE = 4
+_STRIKES_MAX = 3
 
 
 class LeavingStore(Protocol):
@@ -85,8 +86,32 @@ class _UnderWay:
     blocks: int
 
 
+class _Staying:
+    """The nodes that stay. They take turns; one that has failed so often is out."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.slots = frozenset(node.slot for node in nodes)
+        self._turns = deque(nodes)
+        self._strikes: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def next(self) -> Node:
+        """Whose turn it is; there must be one left."""
+        self._turns.rotate(-1)
+        return self._turns[-1]
+
+    def strike(self, node: Node, error: KvstoreError) -> None:
+        """It has failed."""
+        self._strikes[node.name] += 1
+        if self._strikes[node.name] == _STRIKES_MAX:
+            logger.warning("a node takes nothing from this one: node=%s cause=%s", node.name, error)
+            self._turns.remove(node)
+
+
 class HandOver:
-    """Asks the other nodes once, by `run`. They take turns, and one that fails is asked no more."""
+    """Asks the other nodes once, by `run`."""
 
     def __init__(
         self, store: LeavingStore, directory: Directory, clients: Clients, settings: HandOverSettings, clock: Clock
@@ -109,31 +134,33 @@ class HandOver:
         done = HandedOver()
         ends_at = self._clock.monotonic() + self._settings.seconds
         try:
-            others = [node for node in self._directory.nodes() if node.name != own_name and peer_address(node)]
-            if others:
-                self._hand_over(deque(others), frozenset(node.slot for node in others), ends_at, done)
+            staying = _Staying(
+                [node for node in self._directory.nodes() if node.name != own_name and peer_address(node)]
+            )
+            if staying:
+                self._hand_over(staying, ends_at, done)
         except KvstoreError as err:
             logger.warning("the directory did not answer, so less is handed over: cause=%s", err)
             done.failures += 1
         logger.info("handed over: prefixes=%d taken=%d failures=%d", done.prefixes, done.taken, done.failures)
         return done
 
-    def _hand_over(self, others: deque[Node], slots: frozenset[int], ends_at: float, done: HandedOver) -> None:
+    def _hand_over(self, staying: _Staying, ends_at: float, done: HandedOver) -> None:
         under_way: deque[_UnderWay] = deque()
-        for prefix in self._store.hot_prefixes(self._settings.announce_tokens, self._settings.limit_bytes):
-            keys = self._store.block_keys(prefix.namespace, prefix.tokens, root=prefix.root)
-            if self._has_holder(prefix, keys, slots):
-                continue
-            done.prefixes += 1
-            while len(under_way) >= _UNDER_WAY_PER_NODE * len(others):
-                self._finish(under_way.popleft(), others, ends_at, done)
-            if not others or self._clock.monotonic() >= ends_at:
-                break
-            begun = self._begin(prefix, len(keys), others, done)
-            if begun is not None:
-                under_way.append(begun)
-        while under_way:
-            self._finish(under_way.popleft(), others, ends_at, done)
+        try:
+            for prefix in self._store.hot_prefixes(self._settings.announce_tokens, self._settings.limit_bytes):
+                keys = self._store.block_keys(prefix.namespace, prefix.tokens, root=prefix.root)
+                if self._has_holder(prefix, keys, staying.slots):
+                    continue
+                done.prefixes += 1
+                while len(under_way) >= max(1, _UNDER_WAY_PER_NODE * len(staying)):
+                    self._finish(under_way.popleft(), staying, ends_at, done)
+                if not staying or self._clock.monotonic() >= ends_at:
+                    break
+                under_way += self._begin(prefix, len(keys), staying, done)
+        finally:
+            while under_way:
+                self._finish(under_way.popleft(), staying, ends_at, done)
 
     def _has_holder(self, prefix: HotPrefix, keys: Sequence[bytes], slots: frozenset[int]) -> bool:
         """Whether one that stays says it has the last boundary of a prefix, and so all above it."""
@@ -141,26 +168,22 @@ class HandOver:
         (holders,) = self._directory.holders([keys[ends[-1] - 1]])
         return bool(holders & slots)
 
-    def _begin(self, prefix: HotPrefix, blocks: int, others: deque[Node], done: HandedOver) -> _UnderWay | None:
-        node = others[0]
-        others.rotate(-1)
-        try:
-            client = self._clients.client(node)
-            return _UnderWay(node, client.prefetch(prefix.namespace, prefix.tokens, root=prefix.root), blocks)
-        except KvstoreError as err:
-            _give_up(node, others, done, err)
-            return None
+    def _begin(self, prefix: HotPrefix, blocks: int, staying: _Staying, done: HandedOver) -> list[_UnderWay]:
+        """What is under way now: nothing where nobody takes it."""
+        while staying:
+            node = staying.next()
+            try:
+                client = self._clients.client(node)
+                return [_UnderWay(node, client.prefetch(prefix.namespace, prefix.tokens, root=prefix.root), blocks)]
+            except KvstoreError as err:
+                done.failures += 1
+                staying.strike(node, err)
+        return []
 
-    def _finish(self, begun: _UnderWay, others: deque[Node], ends_at: float, done: HandedOver) -> None:
+    def _finish(self, begun: _UnderWay, staying: _Staying, ends_at: float, done: HandedOver) -> None:
         try:
             done.taken += begun.prefetch.wait(max(0.0, ends_at - self._clock.monotonic())) >= begun.blocks
             begun.prefetch.cancel()
         except KvstoreError as err:
-            _give_up(begun.node, others, done, err)
-
-
-def _give_up(node: Node, others: deque[Node], done: HandedOver, error: KvstoreError) -> None:
-    done.failures += 1
-    if node in others:
-        logger.warning("a node takes nothing from this one: node=%s cause=%s", node.name, error)
-        others.remove(node)
+            done.failures += 1
+            staying.strike(begun.node, err)

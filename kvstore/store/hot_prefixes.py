@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvstore.store.index import Index
     from kvstore.store.space import Space
-    from kvstore.types import BlockIds, Namespace, Root, TokenArray
+    from kvstore.types import Namespace, Root, TokenArray
 
 CANDIDATES_MAX = 4096  # of one namespace
 
@@ -36,7 +36,7 @@ class _Choice:
 
     space: Space
     removals: int
-    chosen: set[int] = field(default_factory=set)  # blocks, all their ancestors with them
+    above: dict[int, int] = field(default_factory=dict)  # of each chosen block; all its ancestors are chosen too
     ends: dict[int, None] = field(default_factory=dict)  # those with no chosen block below, the most worth first
 
 
@@ -78,38 +78,39 @@ def _rated(index: Index, space: Space, every: int) -> tuple[int, list[tuple[floa
 
 def _choose(index: Index, choice: _Choice, block_id: int, left_bytes: int) -> int:
     """Choose a block with its ancestors if there is room for those that are new; returns their bytes."""
-    with index.lock:
-        fresh: list[int] = []
-        above = NO_BLOCK
-        if choice.space.tree.removals == choice.removals:
-            for above in _upwards(choice.space, block_id):
-                if above in choice.chosen:
-                    break
-                fresh.append(above)
-    nbytes = len(fresh) * choice.space.layout.block_bytes
-    if not fresh or nbytes > left_bytes:
+    block_bytes = choice.space.layout.block_bytes
+    room = left_bytes // block_bytes
+    if not room or block_id in choice.above:
         return 0
-    choice.chosen.update(fresh)
-    choice.ends.pop(above, None)
+    with index.lock:
+        if choice.space.tree.removals != choice.removals:
+            return 0
+        fresh = [block_id]
+        while (parent := _parent(choice.space, fresh[-1])) != NO_BLOCK and parent not in choice.above:
+            if len(fresh) == room:
+                return 0
+            fresh.append(parent)
+    choice.above.update(zip(fresh, [*fresh[1:], parent], strict=True))
+    choice.ends.pop(parent, None)
     choice.ends[block_id] = None
-    return nbytes
+    return len(fresh) * block_bytes
 
 
 def _named(index: Index, choice: _Choice) -> Iterator[HotPrefix]:
     space = choice.space
     for end in choice.ends:
+        path = [end]
+        while (above := choice.above[path[-1]]) != NO_BLOCK:
+            path.append(above)
         with index.lock:
             if space.tree.removals != choice.removals:
                 return
-            ids: BlockIds = np.array([*_upwards(space, end)][::-1], dtype=np.uint32)
-            tokens = space.tree.tokens(ids).reshape(-1)
+            tokens = space.tree.tokens(np.array(path[::-1], dtype=np.uint32)).reshape(-1)
             root = space.root_of(space.tree.root_of(end))
         if root is not None:
             yield HotPrefix(space.namespace, root, tokens)
 
 
-def _upwards(space: Space, block_id: int) -> Iterator[int]:
-    """A block and its ancestors; the index lock must be held."""
-    while block_id != NO_BLOCK:
-        yield block_id
-        block_id = int(space.tree.parents(np.array([block_id], dtype=np.uint32))[0])
+def _parent(space: Space, block_id: int) -> int:
+    """The block above one, or NO_BLOCK; the index lock must be held."""
+    return int(space.tree.parents(np.array([block_id], dtype=np.uint32))[0])

@@ -9,13 +9,16 @@ import pytest
 
 from kvstore.clock import SystemClock
 from kvstore.cluster.handover import HandOver, HandOverSettings
-from kvstore.cluster.memory_directory import SharedDirectory
+from kvstore.cluster.memory_directory import MemoryDirectory, SharedDirectory
+from kvstore.errors import DirectoryUnavailableError
 from kvstore.testing.blocks import verified_blocks
 from kvstore.testing.peering import PeerNode
 from kvstore.types import KvLayout, Namespace, Root
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvstore.nodes import Node
 
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=64, dtype="int8", block_tokens=16)
 SECRET = b"what the engines of team-a know"
@@ -23,6 +26,16 @@ NAMESPACE = Namespace(model="m", revision="r", layout=LAYOUT, tenant="team-a", s
 BLOCKS = 64
 PROMPTS = [[head] * 16 + list(range((BLOCKS - 1) * 16)) for head in range(6)]
 PROMPT_BYTES = BLOCKS * LAYOUT.block_bytes
+
+
+class UnreachableDirectory(MemoryDirectory):
+    """A directory that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__(SharedDirectory(SystemClock()))
+
+    def nodes(self) -> Sequence[Node]:
+        raise DirectoryUnavailableError("nobody is there")
 
 
 @pytest.fixture
@@ -71,14 +84,21 @@ def test_what_another_node_has_does_not_travel(start_node: Callable[..., PeerNod
     assert 0 == staying.peers.stats().bytes
 
 
-def test_a_node_that_does_not_answer_is_asked_once_and_the_others_take_all(start_node: Callable[..., PeerNode]) -> None:
+def test_what_a_node_that_does_not_answer_is_asked_to_take_others_take(start_node: Callable[..., PeerNode]) -> None:
     leaving, _, staying = start_node("a"), start_node("b", announced_address="127.0.0.1:1"), start_node("c")
     for prompt in PROMPTS:
         leaving.store_and_announce(NAMESPACE, prompt)
     done = hand_over(leaving).run("a")
-    held = [staying.held(NAMESPACE, prompt) for prompt in PROMPTS]
-    assert 1 <= done.failures
-    assert len(PROMPTS) - done.failures == held.count(BLOCKS)
+    assert [BLOCKS] * len(PROMPTS) == [staying.held(NAMESPACE, prompt) for prompt in PROMPTS]
+    assert (len(PROMPTS), 3) == (done.taken, done.failures)
+
+
+def test_a_directory_that_is_down_holds_up_nobody(start_node: Callable[..., PeerNode]) -> None:
+    leaving = start_node("a")
+    leaving.store_and_announce(NAMESPACE, PROMPTS[0])
+    settings = HandOverSettings(30.0, 1 << 30, leaving.peer_settings.announce_tokens)
+    done = HandOver(leaving.store, UnreachableDirectory(), leaving.peers, settings, SystemClock()).run("a")
+    assert (0, 1) == (done.prefixes, done.failures)
 
 
 def test_who_is_alone_leaves_at_once_and_says_meanwhile_that_it_leaves(start_node: Callable[..., PeerNode]) -> None:
