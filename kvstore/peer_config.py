@@ -54,6 +54,13 @@ class PeerConfig:
         Kind.FACTOR,
         "Seconds of waiting for a fetch that one second of an engine's prefill is worth, on top of it.",
     )
+    handover_seconds: float = setting(
+        0.0,
+        Kind.DURATION,
+        "How long a node that stops asks others to take what is worth most and they lack; 0s: not at all.",
+        maximum=3600,
+    )
+    handover_bytes: int = setting(4 << 30, Kind.SIZE, "What it hands over at most.", minimum=1, maximum=1 << 50)
     secret_file: str = setting(
         "",
         Kind.TEXT,

@@ -23,7 +23,7 @@ import uvloop
 
 from kvstore import __version__
 from kvstore.clock import SystemClock
-from kvstore.cluster.assembly import check_addresses, node_profile, open_announcer, open_membership
+from kvstore.cluster.assembly import check_addresses, node_profile, open_announcer, open_hand_over, open_membership
 from kvstore.cluster.locate import NodeView
 from kvstore.cluster.peers import open_peers
 from kvstore.cluster_metrics import NO_PEERS
@@ -42,6 +42,7 @@ from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
     from kvstore.cluster.announcer import Announcer
+    from kvstore.cluster.handover import HandOver
     from kvstore.quota_config import QuotaConfig
     from kvstore.store import Store
 
@@ -63,10 +64,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """What this node is called in its cluster, and what it does there before it stops; None: nothing."""
+
+    name: str
+    hand_over: HandOver | None
+
+    @property
+    def unready(self) -> str | None:
+        """Why it should be sent nothing any more."""
+        return None if self.hand_over is None else self.hand_over.unready
+
+
+@dataclass(frozen=True, slots=True)
 class Beside:
     """What runs beside the server, and where the ready line goes."""
 
     announcer: Announcer
+    leaving: Leaving
     pages: NodePages | None
     ready: TextIO
 
@@ -94,6 +109,7 @@ def run(config: Config, *, ready: TextIO) -> None:
         if peers is not None:
             stack.callback(peers.close)
             store.share_with(peers)
+        leaving = Leaving(profile.name, open_hand_over(config.cluster, store, membership, peers, clock))
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -110,13 +126,13 @@ def run(config: Config, *, ready: TextIO) -> None:
         peer_stats = (lambda: NO_PEERS) if peers is None else peers.stats
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats)
         registry = make_registry(readers, server, calls, __version__)
-        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: server.unready)
+        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: leaving.unready or server.unready)
         address = config.server.metrics_address
         pages = stack.enter_context(contextlib.closing(NodePages(registry, health, address))) if address else None
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
-            uvloop.run(watch.over(_serve(config, store, server, Beside(announcer, pages, ready))))
+            uvloop.run(watch.over(_serve(config, store, server, Beside(announcer, leaving, pages, ready))))
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     logger.info("stopped")
@@ -231,6 +247,9 @@ async def _serve(config: Config, store: Store, server: TransportServer, beside: 
     ready.flush()
     await stop_asked.wait()
     logger.info("stopping: grace_seconds=%g; a second signal ends the process at once", config.server.grace_seconds)
+    if beside.leaving.hand_over is not None:
+        announcer.announce_no_more()
+        await asyncio.to_thread(beside.leaving.hand_over.run, beside.leaving.name)
     await asyncio.to_thread(announcer.stop)  # first, so that nobody is sent here any more
     await server.stop(config.server.grace_seconds)
 

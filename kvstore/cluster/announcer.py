@@ -94,6 +94,7 @@ class Announcer:
         self._look_from = self._begun_at  # and from then on if events were lost
         self._announced = self._withdrawn = self._snapshots = self._failures = 0
         self._has_ended = threading.Event()
+        self._is_leaving = threading.Event()
         self._thread: threading.Thread | None = None
 
     def enter(self, profile: NodeProfile) -> None:
@@ -108,6 +109,10 @@ class Announcer:
         self._profile = replace(self._profile, addresses=tuple(addresses), host_bytes=host_bytes, disk_bytes=disk_bytes)
         self._thread = threading.Thread(target=self._run, name="kvstore-announcer", daemon=True)
         self._thread.start()
+
+    def announce_no_more(self) -> None:
+        """Keep the lease, and tell of nothing new from now on: this node will leave. What was told stays."""
+        self._is_leaving.set()
 
     def stop(self) -> None:
         """Withdraw everything within some seconds, and leave. Idempotent."""
@@ -230,7 +235,7 @@ class Announcer:
     def _tell(self) -> None:
         for _ in range(_CALLS_MAX):
             gone = self._announcements.take_gone(_KEYS_MAX)
-            due = self._announcements.take_due(_KEYS_MAX)
+            due = [] if self._is_leaving.is_set() else self._announcements.take_due(_KEYS_MAX)
             if not gone and not due:
                 return
             try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.cluster.announcer import Announcer, AnnounceSettings
 from kvstore.cluster.directory import NodeProfile
+from kvstore.cluster.handover import HandOver, HandOverSettings
 from kvstore.cluster.memory_directory import MemoryDirectory, SharedDirectory
 from kvstore.cluster.valkey_address import ValkeyMode, parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.cluster.announcer import AnnouncedStore
     from kvstore.cluster.directory import Membership
+    from kvstore.cluster.handover import Clients, LeavingStore
     from kvstore.cluster.valkey_address import ValkeyAddress
     from kvstore.cluster_config import ClusterConfig
 
@@ -83,6 +85,16 @@ def open_announcer(
         entry_seconds=config.entry_seconds,
     )
     return Announcer(store, membership, settings=settings, clock=clock, queue=queue)
+
+
+def open_hand_over(
+    config: ClusterConfig, store: LeavingStore, membership: Membership, clients: Clients | None, clock: Clock
+) -> HandOver | None:
+    """What this node does before it leaves; None where the settings want nothing, or it is alone."""
+    if clients is None or not config.handover_seconds:
+        return None
+    settings = HandOverSettings(config.handover_seconds, config.handover_bytes, config.announce_tokens)
+    return HandOver(store, membership, clients, settings, clock)
 
 
 def node_profile(config: ClusterConfig, data_dir: str) -> NodeProfile:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvstore.store import Store
     from kvstore.store.space import Space
     from kvstore.tokens import Tokens
+    from kvstore.transport.client import Client
     from kvstore.types import Namespace, PrefixMatch, Root, TokenArray
 
 _FITS_MAX = 1024
@@ -152,6 +153,10 @@ class ClusterPeers:
     def report_prefill(self, namespace: Namespace, *, cached_tokens: int, new_tokens: int, seconds: float) -> None:
         """An engine computed tokens: what fetches are weighed against. Raises InvalidArgumentError."""
         self._fits.of(self._store.namespace_id(namespace)).report(cached_tokens, new_tokens, seconds)
+
+    def client(self, node: Node) -> Client:
+        """A client of a node that has an address; it stays this one's. Raises ConfigError."""
+        return self._links.client(node)
 
     def stats(self) -> PeerStats:
         """What was brought since the start."""

@@ -232,7 +232,7 @@ class Index:
         space = Space(
             ns_id=ns_id,
             ns_key=ns_key,
-            layout=layout,
+            namespace=namespace,
             host=host_pool,
             disk=disk_pool,
             events=self.events,

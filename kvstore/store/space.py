@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import threading
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.base import Pool, SlotRange
     from kvstore.tiers.host import HostPool
     from kvstore.tiers.persistent import PersistentPool
-    from kvstore.types import BlockIds, KvLayout, Root, Slots, TokenArray
+    from kvstore.types import BlockIds, Namespace, Root, Slots, TokenArray
 
 _ROOTS_REMEMBERED = 4096
 _RUNS_REMEMBERED = 1024
@@ -108,7 +108,7 @@ class Space:
         *,
         ns_id: bytes,
         ns_key: bytes,
-        layout: KvLayout,
+        namespace: Namespace,
         host: HostPool,
         disk: PersistentPool | None,
         events: EventLog,
@@ -122,7 +122,8 @@ class Space:
         self.ns_id = ns_id
         self.retired = False  # set under the index lock: nothing may be stored here any more
         self.removing = threading.Lock()
-        self.layout = layout
+        self.namespace = namespace
+        layout = self.layout = namespace.layout
         self.host = host
         self.disk = disk
         self.sparse = SparseParts(layout) if sparse is None else sparse
@@ -140,7 +141,9 @@ class Space:
         self._adopted: dict[BlockIdentity, int] = {}  # ids of blocks that came from disk, while the space is made
         self._adopted_ends: dict[bytes, int] = {}  # ids of blocks that came from disk and end what was pinned, likewise
         self._clearing = False  # what is condemned was cleared: the event that said so names no keys
-        self._root_key = lru_cache(maxsize=_ROOTS_REMEMBERED)(lambda root: hashing.root_key(ns_key, root))
+        self._roots: OrderedDict[bytes, Root] = OrderedDict()  # by key, guarded by _roots_lock
+        self._roots_lock = threading.Lock()
+        self._root_key = lru_cache(maxsize=_ROOTS_REMEMBERED)(self._make_root_key)
 
     def pool(self, tier: Tier) -> Pool | None:
         """What it has of a tier; None where there is no such tier."""
@@ -218,6 +221,11 @@ class Space:
         """The 16-byte key of a root, the plain one for None."""
         require_root(root)
         return self._root_key(PLAIN_ROOT if root is None else root)
+
+    def root_of(self, root_key: bytes) -> Root | None:
+        """The root of a key; None if that is not remembered."""
+        with self._roots_lock:
+            return self._roots.get(root_key)
 
     def find(self, root_key: bytes, prompt: TokenArray) -> Found:
         """Match a prompt without the index lock, so that long lookups run side by side; `confirm` it under the lock."""
@@ -423,6 +431,14 @@ class Space:
         """Forget what was adopted where."""
         self._adopted = {}
         self._adopted_ends = {}
+
+    def _make_root_key(self, root: Root) -> bytes:
+        key = hashing.root_key(self._ns_key, root)
+        with self._roots_lock:
+            self._roots[key] = root
+            if len(self._roots) > _ROOTS_REMEMBERED:
+                self._roots.popitem(last=False)
+        return key
 
     def _has_right_key(self, identity: BlockIdentity) -> bool:
         tokens = np.frombuffer(identity.tokens, dtype=np.uint32)

@@ -16,6 +16,7 @@ from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.stats import StoreStats, TierStats
 from kvstore.store.boundaries import boundaries
+from kvstore.store.hot_prefixes import hot_prefixes
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.events import EventPage
     from kvstore.state_blobs import BlobLease, BlobStage
+    from kvstore.store.hot_prefixes import HotPrefix
     from kvstore.store.peers import Peers
     from kvstore.store.settings import StoreSettings
     from kvstore.store.space import Freed, Space
@@ -403,6 +405,10 @@ class Store:
     def boundaries(self, every_tokens: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """Namespaces and keys of the blocks that end at a multiple of so many tokens; see boundaries.py."""
         return boundaries(self._index, every_tokens)
+
+    def hot_prefixes(self, every_tokens: int, limit_bytes: int) -> list[HotPrefix]:
+        """The prefixes worth most that have so many bytes together; see hot_prefixes.py."""
+        return hot_prefixes(self._index, every_tokens, limit_bytes)
 
     def flush(self) -> None:
         """Return when everything committed and admitted to disk is there."""

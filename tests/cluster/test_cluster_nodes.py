@@ -15,7 +15,7 @@ import pytest
 
 import kvstore
 from kvstore.cli import main
-from kvstore.testing.blocks import store_prompt
+from kvstore.testing.blocks import store_prompt, verified_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,6 +108,25 @@ def test_nodes_find_each_other_and_say_where_a_prompt_lies(
         assert 11 == at_b.match(NAMESPACE, PROMPT).blocks
         second.send_signal(signal.SIGTERM)
         assert 0 == second.wait(SECONDS_MAX)
+
+
+def test_what_a_node_held_is_on_the_one_that_stays_after_an_orderly_stop(
+    own_valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    prompt = list(range(800))
+    flags = ("--set", "cluster.handover_seconds=20s")
+    with (
+        serving(tmp_path, "a", own_valkey.url, *flags) as (leaving, a),
+        serving(tmp_path, "b", own_valkey.url, *flags) as (_, b),
+        kvstore.connect(a) as at_a,
+        kvstore.connect(b) as at_b,
+    ):
+        until(lambda: ["a", "b"] == names(at_a) == names(at_b))
+        store_prompt(at_a, NAMESPACE, prompt)
+        until(lambda: 800 == next(m.tokens for m in at_b.locate(NAMESPACE, prompt) if m.node.name == "a"))
+        leaving.send_signal(signal.SIGTERM)
+        assert 0 == leaving.wait(SECONDS_MAX)
+        assert 200 == verified_blocks(at_b, NAMESPACE, prompt)
 
 
 def test_locate_prints_what_each_node_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
