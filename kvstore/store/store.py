@@ -8,14 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 from weakref import WeakSet
 
-import numpy as np
-
 from kvstore.api import SCRUB_BYTES
 from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError, StorageError
-from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.stats import StoreStats, TierStats
 from kvstore.store.boundaries import boundaries
+from kvstore.store.evictions import WriterEviction, evict_prefix
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
@@ -46,6 +44,7 @@ from kvstore.types import (
     require_turn_ends,
     require_writer,
 )
+from kvstore.writers import chosen_writer, require_writer_id
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -57,16 +56,16 @@ if TYPE_CHECKING:
     from kvstore.state_blobs import BlobLease, BlobStage
     from kvstore.store.peers import Peers
     from kvstore.store.settings import StoreSettings
-    from kvstore.store.space import Freed, Space
+    from kvstore.store.space import Space
     from kvstore.store.state_handles import StateRowsLease, StateRowsStage
     from kvstore.tiers.extent_stock import HostMemoryState
     from kvstore.tiers.host import HostTier
     from kvstore.tiers.persistent import PersistentTier
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
+    from kvstore.writers import WriterPage, WriterRun
 
 logger = logging.getLogger(__name__)
-_IDLE_SLICES = 16
 _stores: WeakSet[Store] = WeakSet()
 _MOVER_THREADS = 2
 
@@ -74,7 +73,15 @@ _MOVER_THREADS = 2
 class Store:
     """A kvstore.api.KvStore in this process. Owns its tiers; thread-safe (lock order: see index.py)."""
 
-    def __init__(self, host: HostTier, disk: PersistentTier | None, settings: StoreSettings, clock: Clock) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        disk: PersistentTier | None,
+        settings: StoreSettings,
+        clock: Clock,
+        writer: int | None = None,
+    ) -> None:
+        self.writer = chosen_writer(writer)
         self._settings = settings
         self._clock = clock
         self._host = host
@@ -186,12 +193,14 @@ class Store:
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
         rank: int | None = None,
+        writer: int | None = None,
     ) -> StoreStage | StageShare | RefusedStage:
         """Begin to store; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
         require_blocks(namespace.layout)
         if rank is not None:
             require_writer(namespace.layout, rank)
+        author = self.writer if writer is None else require_writer_id(writer)
         prompt_tokens = namespace.layout.prompt_tokens(prompt.size)
         points = Points(prompt_tokens, require_turn_ends(turn_ends, prompt_tokens))
         whole = prompt.size // namespace.layout.block_symbols
@@ -211,7 +220,7 @@ class Store:
             mover=self._room.sparse,
             forget=self._forget_stage,
         )
-        begin = partial(self._begin_stage, stage, space)
+        begin = partial(self._begin_stage, stage, space, author)
         if rank is not None:
             return self._shared.join(stage, rank, begin)
         begin()
@@ -225,16 +234,23 @@ class Store:
         return self._states.lease(match, wanted, self._enter_lease, self._forget_lease)
 
     def stage_state(
-        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        state_bytes: int,
+        root: Root | None = None,
+        writer: int | None = None,
     ) -> BlobStage:
         """Begin to store a state; see kvstore.api.KvStore."""
         size_bytes = require_state_bytes(state_bytes)
+        author = self.writer if writer is None else require_writer_id(writer)
         space, root_key, prompt = self._address(namespace, tokens, root)
         require_state(namespace.layout)
         require_path(prompt.size)
         self._end_overdue()
         handlers = (self._enter_state_stage, self._forget_state_stage)
-        return self._states.stage(space, root_key, prompt, size_bytes, handlers)
+        return self._states.stage(space, root_key, prompt, size_bytes, author, handlers)
 
     def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
@@ -287,21 +303,23 @@ class Store:
         self._end_overdue()
         if space.states is not None:
             return self._states.evict(space, root_key, prompt, from_block)
-        with self._room.lock, space.removing:  # what is being copied is held, and would stay
-            dropped = [*self._drop_unheld(space, root_key, prompt, from_block), *self._index.reap_all(space)]
-        for freed in dropped:
-            freed.settle_sparse(Tier.DISK)  # which no restart finds without their dense blocks
-        slots = np.concatenate([freed.disk for freed in dropped])
-        is_gone = space.disk is None or not slots.size or space.disk.free_for_good(slots)
-        blocks = sum(freed.blocks for freed in dropped)
+        return evict_prefix(self._index, self._room, space, root_key, prompt, from_block)
+
+    def evict_writer(self, writer: int) -> WriterPage:
+        """Drop some of what a writer wrote; see kvstore.api.KvStore."""
+        self._check_open()
+        require_writer_id(writer)
+        self._end_overdue()
+        return WriterEviction(self._index, self._room, writer).step()
+
+    def writers_of(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> tuple[WriterRun, ...]:
+        """Who wrote a stored prefix; see kvstore.api.KvStore."""
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        if space.states is not None:
+            return self._states.writers(space, root_key, prompt)
+        found = space.find(root_key, prompt)
         with self._index.lock:
-            self._index.accounting.evicted_blocks["request"] += blocks
-        if not is_gone:
-            raise StorageError(
-                f"{blocks} blocks were dropped, but the disk cannot be synced: a power cut may bring them back; "
-                "check the kernel log"
-            )
-        return blocks
+            return space.writers.runs(space.confirm(found))
 
     def clear(self, namespace: Namespace) -> int:
         """Drop a namespace; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
@@ -478,29 +496,30 @@ class Store:
             self._index.accounting.rejected_blocks["budget"] += request.count
         return True
 
-    def _begin_stage(self, stage: StoreStage, space: Space) -> None:
-        present, path = self._open_stage(stage, space)
+    def _begin_stage(self, stage: StoreStage, space: Space, writer: int) -> None:
+        present, path = self._open_stage(stage, space, writer)
         try:
             stage.begin(present, path, self._room)
         except BaseException:
             stage.abort()
             raise
 
-    def _open_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
+    def _open_stage(self, stage: StoreStage, space: Space, writer: int) -> tuple[int, BlockIds]:
         """Insert the placeholders of a stage: how many blocks are present, and the ids of all."""
         while True:
             with self._index.lock:
                 if not space.tree.condemned:
-                    return self._enter_stage(stage, space)
+                    return self._enter_stage(stage, space, writer)
             # Blocks that are being dropped must be said to be gone before the same ones can be stored again.
             self._index.drain(space)
 
-    def _enter_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
+    def _enter_stage(self, stage: StoreStage, space: Space, writer: int) -> tuple[int, BlockIds]:
         self._check_stages()
         if space.retired:
             raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
         tick = self._index.next_tick()
         present, path = space.tree.stage(stage.root_key, stage.prompt, stage.requested_from, tick)
+        space.writers.note(path[present:], writer)
         self._stages.add(stage)
         return present, path
 
@@ -524,21 +543,6 @@ class Store:
         for space in {freed.space for freed in removed}:
             self._pins.save(space)
         return len(removed)
-
-    def _drop_unheld(self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int) -> list[Freed]:
-        """Cut off what a prompt has below a block but for what is held, a slice at a time; as Index.reap_all."""
-        dropped: list[Freed] = []
-        idle = 0  # slices that found held blocks alone; more than the whole tree has mean that others keep changing it
-        resume: tuple[int, int] | None = None
-        while True:
-            with self._index.lock:
-                freed, resume = space.drop_unheld(root_key, prompt, from_block, resume)
-                idle_max = space.tree.block_count // SLICE_BLOCKS + _IDLE_SLICES
-            freed.settle_host()
-            dropped.append(freed)
-            idle += not freed.blocks
-            if resume is None or idle > idle_max:
-                return dropped
 
     def _check_leases(self) -> None:
         if len(self._leases) >= self._settings.leases_max:
