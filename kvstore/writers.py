@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import ConfigError, InvalidArgumentError
 
 WRITER_MAX = 2**64 - 1
 # Of blocks from clients that tell no id, and of those that were stored before there were any.
@@ -59,3 +59,11 @@ def parse_writer(text: str) -> int:
         return require_writer_id(int(text, 16))
     except ValueError:
         raise InvalidArgumentError(f"writer is {text!r:.60}, expected up to 16 hex digits") from None
+
+
+def configured_writer(text: str | None) -> int | None:
+    """The id in a setting, None for none. Raises ConfigError."""
+    try:
+        return None if text is None else parse_writer(text)
+    except InvalidArgumentError as error:
+        raise ConfigError(str(error)) from None

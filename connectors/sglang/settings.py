@@ -25,6 +25,7 @@ class SglangSettings:
     waits for an answer about the pages of a request, `bulk_seconds` for each batch of pages that it reads or writes,
     however many calls they take. `buffer_bytes` of host memory hold pages on their way, once for reading and once for
     writing. `weights_version` names weights that differ from the files of the checkpoint.
+    `writer`, up to 16 hex digits, is kept with all that is stored, so that `kvstore evict --writer` finds it.
     """
 
     address: str = "unix:///run/kvstore.sock"
@@ -32,6 +33,7 @@ class SglangSettings:
     model: str | None = None
     revision: str | None = None
     weights_version: str | None = None
+    writer: str | None = None
     secret_file: str | None = None
     token_file: str | None = None
     tls_ca: str | None = None

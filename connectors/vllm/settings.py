@@ -25,6 +25,7 @@ class VllmSettings:
     waits for a lookup, `promote_seconds` how long on top for what lies on disk alone, `bulk_seconds` how long a load or
     a store may take beside the time of its bytes. `buffer_bytes` of host memory hold blocks on their way in one
     worker. `weights_version` names weights that differ from the files of the checkpoint.
+    `writer`, up to 16 hex digits, is kept with all that is stored, so that `kvstore evict --writer` finds it.
     """
 
     address: str = "unix:///run/kvstore.sock"
@@ -32,6 +33,7 @@ class VllmSettings:
     model: str | None = None
     revision: str | None = None
     weights_version: str | None = None
+    writer: str | None = None
     secret_file: str | None = None
     token_file: str | None = None
     tls_ca: str | None = None

@@ -237,6 +237,8 @@ CALLS: dict[str, Callable[[Held], Awaitable[object]]] = {
     "KvStore.hint_next_use": lambda held: held.client.hint_next_use(NAMESPACE, PROMPT, seconds=1),
     "KvStore.end_session": lambda held: held.client.end_session(NAMESPACE, PROMPT),
     "KvStore.evict": lambda held: held.client.evict(NAMESPACE, PROMPT),
+    "KvStore.evict_writer": lambda held: held.client.evict_writer(7),
+    "KvStore.writers_of": lambda held: held.client.writers_of(NAMESPACE, PROMPT),
     "KvStore.clear": lambda held: held.client.clear(NAMESPACE),
     "KvStore.stats": lambda held: held.client.stats(),
     "KvStore.verify": lambda held: held.client.verify(),
