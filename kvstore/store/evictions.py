@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Blocks of the writer at a step: at 20 us for each slot that is erased on disk, a third of a second.
 STEP_BLOCKS = 16_384
 _IDLE_SLICES = 16
+_TRIES = 16
 
 
 def evict_prefix(
@@ -88,29 +89,49 @@ class WriterEviction:
     def _drop_blocks(self, space: Space) -> None:
         next_id: int | None = 0
         while next_id is not None:
-            with self._index.lock:
-                ids, next_id = space.tree.boundaries(1, next_id)
-                found = space.writers.those_of(self._writer, ids)
-                mine = found[: self._left]
-                space.tree.lease(mine)
-            self._remaining += int(found.size - mine.size)
-            self._left -= int(mine.size)
-            if mine.size:
-                self._drop_slice(space, mine)
+            with self._room.lock, space.removing:  # what is being copied to disk would be found there
+                freed, next_id = self._cut_slice(space, next_id)
+                if freed is None:
+                    continue
+                freed.settle_host()
+                dropped = [freed, *self._index.reap_all(space)]
+            blocks, is_gone = _free_for_good(space, dropped)
+            self._blocks += blocks
+            self._is_gone &= is_gone
 
-    def _drop_slice(self, space: Space, ids: BlockIds) -> None:
-        try:
-            self._index.prepare_keys(space, ids)
-        finally:
-            with self._room.lock, space.removing:
+    def _cut_slice(self, space: Space, first_id: int) -> tuple[Freed | None, int | None]:
+        """Cut off the writer's blocks among a slice of ids, their keys made before; as boundaries.py looks at one."""
+        for _ in range(_TRIES):
+            with self._index.lock:
+                mine, _ = self._slice(space, first_id)
+                removals = space.tree.removals
+            is_ready = not mine.size
+            while not is_ready:
                 with self._index.lock:
-                    freed = [space.drop(ids), space.release(ids)]
-                for one in freed:
-                    one.settle_host()
-                freed += self._index.reap_all(space)
-        blocks, is_gone = _free_for_good(space, freed)
-        self._blocks += blocks
-        self._is_gone &= is_gone
+                    if space.tree.removals != removals:
+                        break
+                    is_ready = space.tree.prepare_keys(mine)
+                    if is_ready:
+                        return self._cut(space, first_id)
+            else:
+                break
+        with self._index.lock:
+            return self._cut(space, first_id)
+
+    def _slice(self, space: Space, first_id: int) -> tuple[BlockIds, int | None]:
+        """The writer's blocks among a slice of ids, and where the next one begins; the index lock must be held."""
+        ids, next_id = space.tree.boundaries(1, first_id)
+        return space.writers.those_of(self._writer, ids), next_id
+
+    def _cut(self, space: Space, first_id: int) -> tuple[Freed | None, int | None]:
+        """Cut off as many of a slice as may go at this step; the index lock must be held."""
+        found, next_id = self._slice(space, first_id)
+        mine = found[: self._left]
+        self._left -= int(mine.size)
+        freed = space.drop(mine) if mine.size else None
+        if mine.size < found.size:  # of the others some lay below
+            self._remaining += int(self._slice(space, first_id)[0].size)
+        return freed, next_id
 
     def _drop_states(self, space: Space) -> None:
         table = space.states
