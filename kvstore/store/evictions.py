@@ -29,7 +29,7 @@ _TRIES = 16
 
 
 def evict_prefix(
-    index: Index, room: RoomMaker, space: Space, root_key: bytes, prompt: TokenArray, from_block: int
+    index: Index, room: RoomMaker, space: Space, root_key: bytes, prompt: TokenArray, *, from_block: int
 ) -> int:
     """Drop what is not held of a prompt from a block on, with all below it; how many blocks. Raises StorageError."""
     with room.lock, space.removing:  # what is being copied is held, and would stay

@@ -74,8 +74,9 @@ class StateCalls:
         root_key: bytes,
         prompt: TokenArray,
         state_bytes: int,
-        writer: int,
         handlers: tuple[Callable[[StateRowsStage], None], Callable[[StateRowsStage], None]],
+        *,
+        writer: int,
     ) -> BlobStage:
         """Begin to store a state; of the two handlers one enters it, with the index lock held, one forgets it."""
         form = require_state(space.layout)

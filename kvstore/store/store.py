@@ -250,7 +250,7 @@ class Store:
         require_path(prompt.size)
         self._end_overdue()
         handlers = (self._enter_state_stage, self._forget_state_stage)
-        return self._states.stage(space, root_key, prompt, size_bytes, author, handlers)
+        return self._states.stage(space, root_key, prompt, size_bytes, handlers, writer=author)
 
     def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
@@ -303,7 +303,7 @@ class Store:
         self._end_overdue()
         if space.states is not None:
             return self._states.evict(space, root_key, prompt, from_block)
-        return evict_prefix(self._index, self._room, space, root_key, prompt, from_block)
+        return evict_prefix(self._index, self._room, space, root_key, prompt, from_block=from_block)
 
     def evict_writer(self, writer: int) -> WriterPage:
         """Drop some of what a writer wrote; see kvstore.api.KvStore."""

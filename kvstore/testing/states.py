@@ -41,6 +41,7 @@ def store_state(
     path: Sequence[int],
     size_bytes: int = STATE_BYTES,
     root: Root | None = None,
+    *,
     writer: int | None = None,
 ) -> bool:
     """Store the right bytes for a path; whether that was wanted and done."""
