@@ -75,12 +75,12 @@ class WriterEviction:
 
     def step(self) -> WriterPage:
         """Drop some. Raises StorageError where a power cut may bring them back."""
-        for space in self._index.spaces():
+        self._drop_untaken()  # before those who may take them are asked
+        for space in self._index.settled_spaces():
             if space.states is not None:
                 self._drop_states(space)
             else:
                 self._drop_blocks(space)
-        self._drop_untaken()
         with self._index.lock:
             self._index.accounting.evicted_blocks["writer"] += self._blocks
         _require_gone(self._blocks, is_gone=self._is_gone)
@@ -119,9 +119,16 @@ class WriterEviction:
             return self._cut(space, first_id)
 
     def _slice(self, space: Space, first_id: int) -> tuple[BlockIds, int | None]:
-        """The writer's blocks among a slice of ids, and where the next one begins; the index lock must be held."""
+        """The writer's blocks among a slice of ids, and where the next one begins; the index lock must be held.
+
+        Those at which it wrote sparse parts alone are among them: who loaded these went on from there.
+        """
         ids, next_id = space.tree.boundaries(1, first_id)
-        return space.writers.those_of(self._writer, ids), next_id
+        mine = space.writers.those_of(self._writer, ids)
+        for group in space.sparse.groups:
+            written = [found.block_id for found in group.find(ids.tolist()) if found.identity.writer == self._writer]
+            mine = np.union1d(mine, np.array(written, dtype=np.uint32))
+        return mine, next_id
 
     def _cut(self, space: Space, first_id: int) -> tuple[Freed | None, int | None]:
         """Cut off as many of a slice as may go at this step; the index lock must be held."""

@@ -218,9 +218,10 @@ class Store:
             requested_from=from_block,
             points=points,
             mover=self._room.sparse,
+            writer=author,
             forget=self._forget_stage,
         )
-        begin = partial(self._begin_stage, stage, space, author)
+        begin = partial(self._begin_stage, stage, space)
         if rank is not None:
             return self._shared.join(stage, rank, begin)
         begin()
@@ -496,30 +497,30 @@ class Store:
             self._index.accounting.rejected_blocks["budget"] += request.count
         return True
 
-    def _begin_stage(self, stage: StoreStage, space: Space, writer: int) -> None:
-        present, path = self._open_stage(stage, space, writer)
+    def _begin_stage(self, stage: StoreStage, space: Space) -> None:
+        present, path = self._open_stage(stage, space)
         try:
             stage.begin(present, path, self._room)
         except BaseException:
             stage.abort()
             raise
 
-    def _open_stage(self, stage: StoreStage, space: Space, writer: int) -> tuple[int, BlockIds]:
+    def _open_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
         """Insert the placeholders of a stage: how many blocks are present, and the ids of all."""
         while True:
             with self._index.lock:
                 if not space.tree.condemned:
-                    return self._enter_stage(stage, space, writer)
+                    return self._enter_stage(stage, space)
             # Blocks that are being dropped must be said to be gone before the same ones can be stored again.
             self._index.drain(space)
 
-    def _enter_stage(self, stage: StoreStage, space: Space, writer: int) -> tuple[int, BlockIds]:
+    def _enter_stage(self, stage: StoreStage, space: Space) -> tuple[int, BlockIds]:
         self._check_stages()
         if space.retired:
             raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
         tick = self._index.next_tick()
         present, path = space.tree.stage(stage.root_key, stage.prompt, stage.requested_from, tick)
-        space.writers.note(path[present:], writer)
+        space.writers.note(path[present:], stage.writer)
         self._stages.add(stage)
         return present, path
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.testing.blocks import expected_part_rows, store_prompt, verified_blocks
+from kvstore.testing.blocks import expected_part_rows, expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance_cases import BASE, BLOCKS, LAYOUT, OTHER_NAMESPACES, PROMPT
+from kvstore.testing.conformance_sparse import HYBRID
 from kvstore.testing.states import STATES, store_state
 from kvstore.writers import UNKNOWN_WRITER, WriterPage, WriterRun
 
@@ -63,7 +64,7 @@ class WriterConformance:
         store_prompt(store, BASE, PROMPT, writer=_BAD)
         store.pin(BASE, PROMPT)
         with store.lease(store.match(BASE, PROMPT)) as lease:
-            store.evict_writer(_BAD)
+            assert store.evict_writer(_BAD) == WriterPage(BLOCKS, 0)
             assert store.match(BASE, PROMPT).blocks == 0
             assert lease.blocks == BLOCKS
         store_prompt(store, BASE, PROMPT, writer=_GOOD)
@@ -84,6 +85,16 @@ class WriterConformance:
         assert store.match(STATES, PROMPT).tokens == len(PROMPT)
         assert store.evict_writer(_BAD).blocks > 0
         assert store.match(STATES, PROMPT).tokens == 0
+
+    def test_blocks_at_which_a_writer_stored_sparse_parts_go_with_it(self, store: KvStore) -> None:
+        with store.stage(HYBRID, PROMPT, writer=_GOOD) as stage:
+            stage.write_from(expected_rows(HYBRID, PROMPT))
+        store_prompt(store, HYBRID, PROMPT, writer=_BAD)
+        assert store.writers_of(HYBRID, PROMPT) == (WriterRun(_GOOD, BLOCKS),)
+        assert verified_blocks(store, HYBRID, PROMPT) == BLOCKS
+        assert store.evict_writer(_BAD).blocks > 0
+        assert store.match(HYBRID, PROMPT).blocks == 0
+        assert store.verify().problems == ()
 
     @pytest.mark.parametrize("writer", [-1, 2**64, True, "1"])
     def test_what_is_no_writer_is_refused(self, store: KvStore, writer: int) -> None:
