@@ -197,10 +197,10 @@ class AsyncClient:
     the breaker are those of the client for threads. Not to be used in the child of a fork.
     """
 
-    def __init__(self, keeper: AsyncKeeper, deadlines: Deadlines, writer: int) -> None:
+    def __init__(self, keeper: AsyncKeeper, deadlines: Deadlines, writer: int | None = None) -> None:
         self._keeper = keeper
         self._deadlines = deadlines
-        self.writer = writer
+        self.writer = chosen_writer(writer)
 
     @property
     def breaker(self) -> BreakerStatus:
@@ -483,7 +483,7 @@ def connect_async(
     )
     credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
     target = with_credentials(with_arena(parse_address(address), arena), credentials)
-    return AsyncClient(AsyncKeeper(target, on_breaker_change, engine_client(bulk)), deadlines, chosen_writer(writer))
+    return AsyncClient(AsyncKeeper(target, on_breaker_change, engine_client(bulk)), deadlines, writer)
 
 
 def _probe(address: UnixAddress | TcpAddress) -> bool:

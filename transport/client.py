@@ -62,10 +62,10 @@ class Client:
     the background finds the server well again: `breaker` says so.
     """
 
-    def __init__(self, keeper: LinkKeeper, deadlines: Deadlines, writer: int) -> None:
+    def __init__(self, keeper: LinkKeeper, deadlines: Deadlines, writer: int | None = None) -> None:
         self._keeper = keeper
         self._deadlines = deadlines
-        self.writer = writer
+        self.writer = chosen_writer(writer)
 
     @property
     def breaker(self) -> BreakerStatus:
@@ -349,7 +349,7 @@ def connect(
     )
     credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
     target = with_credentials(with_arena(parse_address(address), arena), credentials)
-    return Client(LinkKeeper(target, on_breaker_change, engine_client(bulk)), deadlines, chosen_writer(writer))
+    return Client(LinkKeeper(target, on_breaker_change, engine_client(bulk)), deadlines, writer)
 
 
 def chosen_deadlines(**seconds: float | None) -> Deadlines:
