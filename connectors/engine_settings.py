@@ -27,7 +27,8 @@ class EngineSettings:
 
     `revision` names the checkpoint; without it the files of the model are read once for a fingerprint. `secret_file`
     and `token_file` are paths, so that no secret stands on a command line. `weights_version` names weights that differ
-    from the files of the checkpoint. `lookup_seconds` and `bulk_seconds` bound what an engine waits for.
+    from the files of the checkpoint. `writer`, up to 16 hex digits, is kept with all that is stored, so that
+    `kvstore evict --writer` finds it. `lookup_seconds` and `bulk_seconds` bound what an engine waits for.
     """
 
     address: str = "unix:///run/kvstore.sock"
@@ -35,6 +36,7 @@ class EngineSettings:
     model: str | None = None
     revision: str | None = None
     weights_version: str | None = None
+    writer: str | None = None
     secret_file: str | None = None
     token_file: str | None = None
     tls_ca: str | None = None

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from kvstore.stats import StoreStats
     from kvstore.tokens import Tokens
     from kvstore.types import CommitResult, LoadResult, Namespace, Pin, PrefixMatch, Root, ScrubPage, Tier, Verification
+    from kvstore.writers import WriterPage, WriterRun
 
 BlockBuffer: TypeAlias = Any
 
@@ -301,6 +302,7 @@ class KvStore(Protocol):
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
         rank: int | None = None,
+        writer: int | None = None,
     ) -> Stage:
         """Begin to store the blocks [from_block, whole blocks of tokens).
 
@@ -311,6 +313,9 @@ class KvStore(Protocol):
         `part`, and commits. The last commit makes the blocks visible; those before it answer 0 blocks. If one of them
         aborts, or its session ends before it has committed, the stage is aborted for all, and a rank that stays away
         for longer than `stage_seconds_max` aborts it too. Raises InvalidArgumentError for a rank that writes nothing.
+
+        `writer` is who writes these blocks, the store's or client's own id if it is not given; see evict_writer(). What
+        ranks store together counts as of the one whose stage was opened.
 
         Blocks present, or staged by someone else, are left out (single-flight). The stage is shortened to what the
         host tier and the namespace's quota have room for, and is empty if block `from_block` - 1 is missing.
@@ -326,7 +331,13 @@ class KvStore(Protocol):
         ...
 
     def stage_state(
-        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        state_bytes: int,
+        root: Root | None = None,
+        writer: int | None = None,
     ) -> StateStage:
         """Begin to store the sequence state of `tokens`, all of them, which has `state_bytes` bytes.
 
@@ -371,6 +382,21 @@ class KvStore(Protocol):
         Leased and pinned blocks, and their ancestors, stay. Returns the number of blocks dropped, when no restart
         brings one back; raises StorageError if a power cut may, as the disk cannot be synced.
         """
+        ...
+
+    def evict_writer(self, writer: int) -> WriterPage:
+        """Drop blocks that a writer wrote, with all that was stored below them, of every namespace and from every tier.
+        States go likewise, and count as their pieces.
+
+        One call drops some 16,384 blocks of the writer and says how many are left: repeat it until there are none. None
+        of a writer that is not known. They go whoever leased or pinned them, since bytes of a bad engine are worse than
+        a miss; who holds one keeps it until the hold ends. Returns when no restart brings one back, but for those held;
+        raises StorageError if a power cut may. Stop the writer first: what it stores meanwhile may stay.
+        """
+        ...
+
+    def writers_of(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> tuple[WriterRun, ...]:
+        """Who wrote each block of a prompt's stored prefix, of the dense parts; touches nothing."""
         ...
 
     def clear(self, namespace: Namespace) -> int:

@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 class BlockIdentity:
     """What a block is, whatever its bytes: compared in full whenever a block comes from disk or a wire.
 
-    `tokens` are the block's token ids as little-endian u32.
+    `tokens` are the block's token ids as little-endian u32. `writer` is who wrote it (kvstore.writers), which is kept
+    with the block but does not make it another one.
     """
 
     root_key: bytes
     parent_key: bytes
     key: bytes
     tokens: bytes = field(repr=False)
+    writer: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@
  offset  bytes  field, sealed as a whole where the block is encrypted
       0      4  pipeline
       4      8  fingerprint of the pipeline and of all that its bytes depend on
-     12      8  writer id; 0 while engines have no ids
+     12      8  writer id; 0 = unknown
      20     16  root_key
      36     16  parent_key
      52     16  key
@@ -58,7 +58,6 @@ HEADER_PIECE = 0
 _CLEAR = struct.Struct("<8sIIIIQ16s8s16sQ")
 _INNER = struct.Struct("<IQQ16s16s16sII")
 _PART = struct.Struct("<QQIffIQQ")
-_NO_WRITER = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +162,7 @@ class Inside:
         tokens = block.tokens
         keys = (block.root_key, block.parent_key, block.key)
         counts = (len(tokens) // TOKEN_BYTES, len(self.parts))
-        head = _INNER.pack(self.pipeline, self.fingerprint, _NO_WRITER, *keys, *counts)
+        head = _INNER.pack(self.pipeline, self.fingerprint, block.writer, *keys, *counts)
         return head + b"".join(map(_pack_part, self.parts)) + tokens
 
 
@@ -215,12 +214,12 @@ def _open(packed: bytes, place: Place, opener: Callable[[bytes, bytes], PieceCip
 
 
 def _unpack_inside(packed: bytes) -> Inside | None:
-    pipeline, fingerprint, _, root_key, parent_key, key, token_count, part_count = _INNER.unpack_from(packed)
+    pipeline, fingerprint, writer, root_key, parent_key, key, token_count, part_count = _INNER.unpack_from(packed)
     parts_end = _INNER.size + part_count * _PART.size
     if len(packed) != parts_end + token_count * TOKEN_BYTES:
         return None
     parts = tuple(_unpack_part(fields) for fields in _PART.iter_unpack(packed[_INNER.size : parts_end]))
-    return Inside(pipeline, fingerprint, BlockIdentity(root_key, parent_key, key, packed[parts_end:]), parts)
+    return Inside(pipeline, fingerprint, BlockIdentity(root_key, parent_key, key, packed[parts_end:], writer), parts)
 
 
 def _pack_part(part: StoredPart) -> bytes:

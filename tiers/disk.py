@@ -208,6 +208,15 @@ class DiskTier:
         with self._lock:
             return list(self._recovered.get(ns_id, ()))
 
+    def drop_untaken(self, ns_id: bytes, slots: Slots) -> bool:
+        """Drop those of a namespace that lie there, unless they were taken; false if a power cut may bring one back."""
+        dropped = set(slots.tolist())
+        with self._lock:
+            blocks = self._recovered.get(ns_id, [])
+            gone = as_slots([block.slot for block in blocks if block.slot in dropped])
+            blocks[:] = [block for block in blocks if block.slot not in dropped]
+        return not gone.size or self._pools[ns_id].free_for_good(gone)
+
     def forget(self, ns_id: bytes) -> None:
         """Let go of a namespace's pool, with its slabs; one whose slots are in use stays."""
         with self._lock:

@@ -8,7 +8,7 @@
      20      4  token count n
      24      8  write sequence, of the tier
      32      8  clear generation of the namespace
-     40      8  writer id; 0 while engines have no ids
+     40      8  writer id; 0 = unknown
      48     16  ns_id
      64     16  root_key
      80     16  parent_key
@@ -48,7 +48,6 @@ class BlockHeader:
     slot: int
     sequence: int
     generation: int
-    writer_id: int
     ns_id: bytes
     identity: BlockIdentity
     part: int
@@ -68,7 +67,7 @@ class BlockHeader:
                 len(block.tokens) // TOKEN_BYTES,
                 self.sequence,
                 self.generation,
-                self.writer_id,
+                block.writer,
                 self.ns_id,
                 block.root_key,
                 block.parent_key,
@@ -107,6 +106,6 @@ def unpack_header(page: bytes | memoryview) -> BlockHeader | None:
     part, part_count, codec, payload_bytes, payload_digest = rest
     if version != HEADER_VERSION or codec != CODEC_NONE:
         return None
-    identity = BlockIdentity(root_key, parent_key, key, packed[_FIXED.size : -DIGEST_BYTES])
-    place = (slab, slot, sequence, generation, writer_id, ns_id)
+    identity = BlockIdentity(root_key, parent_key, key, packed[_FIXED.size : -DIGEST_BYTES], writer_id)
+    place = (slab, slot, sequence, generation, ns_id)
     return BlockHeader(*place, identity, part, part_count, payload_bytes, payload_digest)

@@ -131,6 +131,15 @@ class KeepingTier(Protocol):
         ...
 
 
+@runtime_checkable
+class PurgingTier(KeepingTier, Protocol):
+    """What a KeepingTier has besides that can drop blocks which nobody has taken yet; it keeps writers, too."""
+
+    def drop_untaken(self, ns_id: bytes, slots: Slots) -> bool:
+        """Drop those of a namespace that lie there, unless they were taken; false if a power cut may bring one back."""
+        ...
+
+
 class PolicyStorage(Protocol):
     """A small file for each namespace, of what the eviction policy knew."""
 

@@ -31,7 +31,6 @@ IO_BYTES_MIN = 1 << 20
 IO_BYTES_MAX = 4 << 20
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NO_WRITER = 0
 
 Job = TypeVar("Job")
 Outcome = TypeVar("Outcome")
@@ -452,7 +451,6 @@ def _header(slot: SlotRun[Slab], part: int, occupant: Occupant, payload_digest: 
         slot=slot.index,
         sequence=occupant.sequence,
         generation=occupant.generation,
-        writer_id=_NO_WRITER,
         ns_id=slab.header.ns_id,
         identity=occupant.identity,
         part=part,

@@ -60,6 +60,19 @@ class AdminService:
         evict = partial(self._store.evict, namespace, tokens, root=root, from_block=request.from_block)
         return pb.EvictResponse(blocks=await self._state.long.run(evict))
 
+    async def evict_writer(self, request: pb.EvictWriterRequest) -> pb.EvictWriterResponse:
+        """Drop some of what a writer wrote."""
+        page = await self._state.long.run(partial(self._store.evict_writer, request.writer))
+        return pb.EvictWriterResponse(blocks=page.blocks, remaining_blocks=page.remaining_blocks)
+
+    async def find_writers(self, request: pb.FindWritersRequest) -> pb.FindWritersResponse:
+        """Say who wrote a prefix."""
+        namespace = self._namespace(request.session_id, request.prompt.ns_id)
+        tokens = convert.tokens_from_proto(request.prompt.tokens)
+        root = convert.root_from_proto(request.prompt.root)
+        found = await self._state.short.run(partial(self._store.writers_of, namespace, tokens, root=root))
+        return pb.FindWritersResponse(runs=[pb.WriterRun(writer=run.writer, blocks=run.blocks) for run in found])
+
     async def clear(self, request: pb.ClearRequest) -> pb.ClearResponse:
         """Drop the blocks of a namespace."""
         namespace = self._namespace(request.session_id, request.ns_id)

@@ -26,6 +26,7 @@ from kvstore.transport.credentials import credentials_of, with_credentials
 from kvstore.transport.keeper import PROBE_SECONDS, open_link
 from kvstore.transport.link import ArenaStatus, Lookup, Wait, flat_deadlines
 from kvstore.types import PLAIN_ROOT, PrefixMatch, require_blocks, require_seconds, require_state, require_tiers
+from kvstore.writers import chosen_writer, require_writer_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from kvstore.transport.plans import Plan
     from kvstore.types import Namespace, Pin, Root, ScrubPage, Tier, TokenArray, Verification
     from kvstore.v1 import cache_service_pb2 as pb
+    from kvstore.writers import WriterPage, WriterRun
 
 R = TypeVar("R", bound="Message")
 T = TypeVar("T")
@@ -195,9 +197,10 @@ class AsyncClient:
     the breaker are those of the client for threads. Not to be used in the child of a fork.
     """
 
-    def __init__(self, keeper: AsyncKeeper, deadlines: Deadlines) -> None:
+    def __init__(self, keeper: AsyncKeeper, deadlines: Deadlines, writer: int | None = None) -> None:
         self._keeper = keeper
         self._deadlines = deadlines
+        self.writer = chosen_writer(writer)
 
     @property
     def breaker(self) -> BreakerStatus:
@@ -216,7 +219,7 @@ class AsyncClient:
 
     def within(self, seconds: float) -> AsyncClient:
         """This client with another deadline for all its calls; it shares the connection."""
-        return AsyncClient(self._keeper, flat_deadlines(seconds))
+        return AsyncClient(self._keeper, flat_deadlines(seconds), self.writer)
 
     async def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace on this server."""
@@ -282,10 +285,12 @@ class AsyncClient:
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
         rank: int | None = None,
+        writer: int | None = None,
     ) -> AsyncStage:
         """Begin to store: `async with await client.stage(...) as stage`."""
         prompt = await self._prompt(namespace, tokens)
         request = plans.stage_request(namespace, prompt, from_block, turn_ends, rank)
+        request.writer = self._author(writer)
         return await self._stage(namespace, prompt, root, request)
 
     async def lease_state(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> AsyncStateLease:
@@ -294,11 +299,18 @@ class AsyncClient:
         return AsyncStateLease(await self._lease(match, require_tiers(tiers)), form.piece_bytes)
 
     async def stage_state(
-        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        state_bytes: int,
+        root: Root | None = None,
+        writer: int | None = None,
     ) -> AsyncStateStage:
         """Begin to store a state: `async with await client.stage_state(...) as stage`."""
         prompt = await self._prompt(namespace, tokens)
         request = plans.stage_state_request(namespace, prompt, state_bytes)
+        request.writer = self._author(writer)
         stage = await self._stage(namespace, prompt, root, request)
         return AsyncStateStage(stage, state_bytes, namespace.layout.block_bytes)
 
@@ -330,6 +342,17 @@ class AsyncClient:
         """Drop a prefix from `from_block` on."""
         prompt = await self._prompt(namespace, tokens)
         return await self._run(plans.evict(namespace, prompt, root, from_block), prompt.size)
+
+    async def evict_writer(self, writer: int) -> WriterPage:
+        """Drop some of what a writer wrote; again until none of it is left."""
+        return await self._run(plans.evict_writer(writer))
+
+    async def writers_of(
+        self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None
+    ) -> tuple[WriterRun, ...]:
+        """Who wrote a stored prefix."""
+        prompt = await self._prompt(namespace, tokens)
+        return await self._run(plans.find_writers(namespace, prompt, root), prompt.size)
 
     async def clear(self, namespace: Namespace) -> int:
         """Drop all blocks of a namespace."""
@@ -401,6 +424,9 @@ class AsyncClient:
 
         return await self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
 
+    def _author(self, writer: int | None) -> int:
+        return self.writer if writer is None else require_writer_id(writer)
+
     async def _stage(
         self, namespace: Namespace, prompt: TokenArray, root: Root | None, request: pb.StageRequest
     ) -> AsyncStage:
@@ -446,6 +472,7 @@ def connect_async(
     token_file: str | None = None,
     bulk: str = "socket",
     arena: str = "map",
+    writer: int | None = None,
 ) -> AsyncClient:
     """An AsyncClient of the server at `address`; as kvstore.connect, and like it connects at the first call only."""
     deadlines = threaded.chosen_deadlines(
@@ -456,7 +483,7 @@ def connect_async(
     )
     credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
     target = with_credentials(with_arena(parse_address(address), arena), credentials)
-    return AsyncClient(AsyncKeeper(target, on_breaker_change, engine_client(bulk)), deadlines)
+    return AsyncClient(AsyncKeeper(target, on_breaker_change, engine_client(bulk)), deadlines, writer)
 
 
 def _probe(address: UnixAddress | TcpAddress) -> bool:

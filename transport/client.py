@@ -17,6 +17,7 @@ from kvstore.transport.keeper import LinkKeeper
 from kvstore.transport.link import Deadlines, Lookup, flat_deadlines
 from kvstore.transport.remote import Held, RemoteLease, RemotePrefetch, RemoteStage
 from kvstore.types import PLAIN_ROOT, PrefixMatch, require_blocks, require_seconds, require_state, require_tiers
+from kvstore.writers import chosen_writer, require_writer_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvstore.transport.plans import Plan
     from kvstore.types import Namespace, Pin, Root, ScrubPage, Tier, TokenArray, Verification
     from kvstore.v1 import cache_service_pb2 as pb
+    from kvstore.writers import WriterPage, WriterRun
 
 R = TypeVar("R", bound="Message")
 T = TypeVar("T")
@@ -60,9 +62,10 @@ class Client:
     the background finds the server well again: `breaker` says so.
     """
 
-    def __init__(self, keeper: LinkKeeper, deadlines: Deadlines) -> None:
+    def __init__(self, keeper: LinkKeeper, deadlines: Deadlines, writer: int | None = None) -> None:
         self._keeper = keeper
         self._deadlines = deadlines
+        self.writer = chosen_writer(writer)
 
     @property
     def breaker(self) -> BreakerStatus:
@@ -84,7 +87,7 @@ class Client:
 
         It shares the connection: to close it closes both.
         """
-        return Client(self._keeper, flat_deadlines(seconds))
+        return Client(self._keeper, flat_deadlines(seconds), self.writer)
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace on this server."""
@@ -152,10 +155,12 @@ class Client:
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
         rank: int | None = None,
+        writer: int | None = None,
     ) -> RemoteStage:
         """Begin to store."""
         prompt = as_prompt(namespace, tokens)
         request = plans.stage_request(namespace, prompt, from_block, turn_ends, rank)
+        request.writer = self._author(writer)
         return self._stage(namespace, prompt, root, request)
 
     def lease_state(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> BlobLease:
@@ -165,11 +170,18 @@ class Client:
         return BlobLease(lease, lease.size, form.piece_bytes)
 
     def stage_state(
-        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        state_bytes: int,
+        root: Root | None = None,
+        writer: int | None = None,
     ) -> BlobStage:
         """Begin to store a state."""
         prompt = as_prompt(namespace, tokens)
         request = plans.stage_state_request(namespace, prompt, state_bytes)
+        request.writer = self._author(writer)
         stage = self._stage(namespace, prompt, root, request)
         return BlobStage(stage, state_bytes, namespace.layout.block_bytes)
 
@@ -196,6 +208,14 @@ class Client:
     def evict(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, from_block: int = 0) -> int:
         """Drop a prefix from `from_block` on."""
         return self._run(plans.evict(namespace, tokens, root, from_block))
+
+    def evict_writer(self, writer: int) -> WriterPage:
+        """Drop some of what a writer wrote; again until none of it is left."""
+        return self._run(plans.evict_writer(writer))
+
+    def writers_of(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> tuple[WriterRun, ...]:
+        """Who wrote a stored prefix."""
+        return self._run(plans.find_writers(namespace, tokens, root))
 
     def clear(self, namespace: Namespace) -> int:
         """Drop all blocks of a namespace."""
@@ -264,6 +284,9 @@ class Client:
 
         return self._keeper.run(attempt, self._deadlines.lookup_seconds, attempt)
 
+    def _author(self, writer: int | None) -> int:
+        return self.writer if writer is None else require_writer_id(writer)
+
     def _stage(
         self, namespace: Namespace, prompt: TokenArray, root: Root | None, request: pb.StageRequest
     ) -> RemoteStage:
@@ -295,6 +318,7 @@ def connect(
     token_file: str | None = None,
     bulk: str = "socket",
     arena: str = "map",
+    writer: int | None = None,
 ) -> Client:
     """A client of the server at `address`: unix:///path, tls://host:port, host:port, or with gRPC alone
     grpc+unix:///path, grpc+tls://host:port, grpc://host:port.
@@ -307,6 +331,9 @@ def connect(
     sockets where it does not (extra `nixl`; kvstore/transport/README.md says what that asks of the network).
 
     `arena="off"` lets blocks travel also where they could be read in the memory of a server on this host.
+
+    `writer` is kept with what this client stores, so that it can be dropped by `kvstore evict --writer`: a number, a
+    random one for each client if it is not given.
 
     Connects at the first call only, which raises UnavailableError if the server cannot be reached. The seconds bound
     calls of each kind, see kvstore.transport.link.Deadlines; None leaves the default: 0.1 for lookups, 5 for stats and
@@ -322,7 +349,7 @@ def connect(
     )
     credentials = credentials_of(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
     target = with_credentials(with_arena(parse_address(address), arena), credentials)
-    return Client(LinkKeeper(target, on_breaker_change, engine_client(bulk)), deadlines)
+    return Client(LinkKeeper(target, on_breaker_change, engine_client(bulk)), deadlines, writer)
 
 
 def chosen_deadlines(**seconds: float | None) -> Deadlines:

@@ -27,6 +27,7 @@ from kvstore.types import (
 )
 from kvstore.v1 import admin_service_pb2 as admin_pb
 from kvstore.v1 import cache_service_pb2 as pb
+from kvstore.writers import WriterPage, WriterRun, require_writer_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -64,6 +65,8 @@ _EVICT = Rpc(ADMIN, "Evict", admin_pb.EvictResponse)
 _CLEAR = Rpc(ADMIN, "Clear", admin_pb.ClearResponse)
 _FLUSH = Rpc(ADMIN, "Flush", admin_pb.FlushResponse)
 _VERIFY = Rpc(ADMIN, "Verify", admin_pb.VerifyResponse)
+_EVICT_WRITER = Rpc(ADMIN, "EvictWriter", admin_pb.EvictWriterResponse)
+_FIND_WRITERS = Rpc(ADMIN, "FindWriters", admin_pb.FindWritersResponse)
 _SCRUB = Rpc(ADMIN, "Scrub", admin_pb.ScrubResponse)
 _LIST_NODES = Rpc(ADMIN, "ListNodes", admin_pb.ListNodesResponse)
 _LOCATE = Rpc(ADMIN, "Locate", admin_pb.LocateResponse)
@@ -136,6 +139,31 @@ def evict(
         return admin_pb.EvictRequest(session_id=session_id, prompt=packed, from_block=from_block)
 
     return Plan(_EVICT, Wait.LONG, namespace, of_session, lambda answer: answer.blocks)
+
+
+def evict_writer(writer: int) -> Plan[admin_pb.EvictWriterResponse, WriterPage]:
+    """Drop some of what a writer wrote."""
+    request = admin_pb.EvictWriterRequest(writer=require_writer_id(writer))
+
+    def read(page: admin_pb.EvictWriterResponse) -> WriterPage:
+        return WriterPage(page.blocks, page.remaining_blocks)
+
+    return Plan(_EVICT_WRITER, Wait.LONG, None, lambda _session, _ns: request, read)
+
+
+def find_writers(
+    namespace: Namespace, tokens: Tokens, root: Root | None
+) -> Plan[admin_pb.FindWritersResponse, tuple[WriterRun, ...]]:
+    """Say who wrote a prefix."""
+    prompt = as_prompt(namespace, tokens)
+
+    def of_session(session_id: bytes, ns_id: bytes) -> Message:
+        return admin_pb.FindWritersRequest(session_id=session_id, prompt=convert.prompt_to_proto(ns_id, root, prompt))
+
+    def read(answer: admin_pb.FindWritersResponse) -> tuple[WriterRun, ...]:
+        return tuple(WriterRun(run.writer, run.blocks) for run in answer.runs)
+
+    return Plan(_FIND_WRITERS, Wait.CONTROL, namespace, of_session, read)
 
 
 def clear(namespace: Namespace) -> Plan[admin_pb.ClearResponse, int]:

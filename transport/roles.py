@@ -41,6 +41,8 @@ ROLES: dict[str, Role] = {
     "Pin": Role.ADMIN,
     "Unpin": Role.ADMIN,
     "Evict": Role.ADMIN,
+    "EvictWriter": Role.ADMIN,
+    "FindWriters": Role.READ,
     "Clear": Role.ADMIN,
     "Flush": Role.ADMIN,
     "Verify": Role.ADMIN,
@@ -49,7 +51,7 @@ ROLES: dict[str, Role] = {
     "Locate": Role.READ,
 }
 # Those that are about the blocks of all tenants, whoever asks.
-EVERY_TENANT_CALLS = frozenset({"Scrub"})
+EVERY_TENANT_CALLS = frozenset({"Scrub", "EvictWriter"})
 # What anybody may ask who got through to the server: health and the public API's own description tell of no tenant.
 OPEN_SERVICES = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 OPEN_CALLS = frozenset({"Check"})

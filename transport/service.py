@@ -445,7 +445,9 @@ def _staged(store: KvStore, namespace: Namespace, tokens: TokenArray, request: p
     """A stage of blocks, or of the pieces of a state."""
     root = convert.root_from_proto(request.prompt.root)
     if request.HasField("state_bytes"):
-        return store.stage_state(namespace, tokens, state_bytes=request.state_bytes, root=root).rows
+        return store.stage_state(
+            namespace, tokens, state_bytes=request.state_bytes, root=root, writer=request.writer
+        ).rows
     return store.stage(
         namespace,
         tokens,
@@ -453,6 +455,7 @@ def _staged(store: KvStore, namespace: Namespace, tokens: TokenArray, request: p
         from_block=request.from_block,
         turn_ends=request.turn_ends,
         rank=request.rank if request.HasField("rank") else None,
+        writer=request.writer,
     )
 
 

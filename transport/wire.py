@@ -102,6 +102,8 @@ class Method(enum.IntEnum):
     CancelPrefetch = 23
     ListNodes = 24
     Locate = 25
+    EvictWriter = 26
+    FindWriters = 27
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -130,6 +132,8 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.CancelPrefetch: pb.CancelPrefetchRequest,
     Method.ListNodes: admin_pb.ListNodesRequest,
     Method.Locate: admin_pb.LocateRequest,
+    Method.EvictWriter: admin_pb.EvictWriterRequest,
+    Method.FindWriters: admin_pb.FindWritersRequest,
 }
 ADMIN_METHODS = frozenset(
     (
@@ -142,6 +146,8 @@ ADMIN_METHODS = frozenset(
         Method.Scrub,
         Method.ListNodes,
         Method.Locate,
+        Method.EvictWriter,
+        Method.FindWriters,
     )
 )
 BULK_METHODS = frozenset((Method.Load, Method.Write))

@@ -22,6 +22,7 @@ from kvstore.connectors.sglang.layout import KV_POOL, Rank
 from kvstore.connectors.sglang.revision import find_revision
 from kvstore.connectors.sglang.settings import parse_settings
 from kvstore.errors import ConfigError, KvstoreError
+from kvstore.writers import configured_writer, writer_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -182,7 +183,7 @@ def _with_version(revision: str, settings: SglangSettings) -> str:
 
 
 def _connect(settings: SglangSettings) -> kvstore.KvStore:
-    return kvstore.connect(
+    client = kvstore.connect(
         settings.address,
         lookup_seconds=settings.lookup_seconds,
         bulk_seconds=settings.bulk_seconds,
@@ -190,7 +191,10 @@ def _connect(settings: SglangSettings) -> kvstore.KvStore:
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         token_file=settings.token_file,
+        writer=configured_writer(settings.writer),
     )
+    logger.info("kvstore connector: what this process stores is of writer %s", writer_text(client.writer))
+    return client
 
 
 def _prefix_keys(extra_info: Theirs) -> list[str] | None:

@@ -18,6 +18,7 @@ from kvstore.connectors.vllm.settings import parse_settings
 from kvstore.connectors.vllm.worker import Engine, WorkerParts, WorkerSide
 from kvstore.tiers.device import DeviceSettings, open_copier
 from kvstore.types import Namespace
+from kvstore.writers import configured_writer, writer_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -119,7 +120,7 @@ def warn_of_settings(vllm_config: Any) -> None:  # noqa: ANN401  # vLLM's own cl
 
 def connect(settings: VllmSettings) -> Client:
     """A client of the server in the settings."""
-    return kvstore.connect(
+    client = kvstore.connect(
         settings.address,
         lookup_seconds=settings.lookup_seconds,
         bulk_seconds=settings.bulk_seconds,
@@ -127,4 +128,7 @@ def connect(settings: VllmSettings) -> Client:
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         token_file=settings.token_file,
+        writer=configured_writer(settings.writer),
     )
+    logger.info("kvstore connector: what this process stores is of writer %s", writer_text(client.writer))
+    return client

@@ -116,8 +116,11 @@ def _add_changing(commands: Commands) -> None:
     pin.add_argument("--ttl", metavar="DURATION", help="end the pin after this time, such as 12h (default: never)")
     unpin = _add_remote(commands, "unpin", "End a pin.")
     unpin.add_argument("pin_id", metavar="PIN_ID", type=int, help="the id that `kvstore pin` printed")
-    evict = _add_remote(commands, "evict", "Drop a prompt's blocks, and all stored below them, from every tier.")
+    evict = _add_remote(
+        commands, "evict", "Drop a prompt's blocks, or all that a writer wrote, and all stored below, from every tier."
+    )
     _add_prompt(evict)
+    evict.add_argument("--writer", metavar="ID", help="drop what this engine wrote; `kvstore match --json` names it")
     evict.add_argument("--from-block", metavar="INDEX", type=int, default=0, help="keep the blocks before this one")
     clear = _add_remote(commands, "clear", "Drop all blocks of a namespace, pinned ones too, for good.")
     _add_namespace(clear)

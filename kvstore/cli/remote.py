@@ -15,6 +15,7 @@ from kvstore.cli.sidecar import client_files, sidecar_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.quantities import format_size, parse_duration, parse_size
 from kvstore.types import ScrubPage, Tier
+from kvstore.writers import parse_writer, writer_text
 
 if TYPE_CHECKING:
     import argparse
@@ -66,7 +67,9 @@ def match(arguments: argparse.Namespace) -> int:
     prompt_tokens = namespace.layout.prompt_tokens(prompt.size)
     with _connect(arguments) as client:
         found = client.match(namespace, prompt, root=root, touch=False)
+        writers = client.writers_of(namespace, prompt, root=root) if arguments.json else ()
     row = {"blocks": found.blocks, "tokens": found.tokens, "prompt_tokens": prompt_tokens, "tiers": _tier_blocks(found)}
+    row["writers"] = [{"writer": writer_text(run.writer), "blocks": run.blocks} for run in writers]
     places = ", ".join(f"{blocks} in {name}" for name, blocks in _tier_blocks(found).items())
     text = f"{found.tokens} of {prompt_tokens} tokens, {found.blocks} blocks" + (f": {places}" if places else "")
     _show(arguments, row, text)
@@ -140,13 +143,34 @@ def unpin(arguments: argparse.Namespace) -> int:
 
 
 def evict(arguments: argparse.Namespace) -> int:
-    """Drop a prompt's blocks."""
+    """Drop a prompt's blocks, or what a writer wrote."""
+    if arguments.writer is not None:
+        return _evict_writer(arguments)
     namespace, root = namespace_of(arguments), root_of(arguments)
     prompt = prompt_of(arguments, namespace)
     with _connect(arguments) as client:
         blocks = client.evict(namespace, prompt, root=root, from_block=arguments.from_block)
     _show(arguments, {"blocks": blocks}, f"{blocks} blocks dropped")
     return ExitCode.DONE
+
+
+def _evict_writer(arguments: argparse.Namespace) -> int:
+    """Step by step, until nothing is left or no step drops any more."""
+    if arguments.tokens or arguments.tokens_file or arguments.from_block:
+        raise InvalidArgumentError("--writer drops what a writer wrote of all prompts; leave the prompt out")
+    writer = parse_writer(arguments.writer)
+    with _connect(arguments) as client:
+        page = client.evict_writer(writer)
+        blocks = page.blocks
+        with ProgressBar(page.blocks + page.remaining_blocks) as progress:
+            progress.advance("dropping blocks", page.blocks)
+            while page.blocks and page.remaining_blocks:
+                page = client.evict_writer(writer)
+                blocks += page.blocks
+                progress.advance("dropping blocks", page.blocks)
+    row = {"writer": writer_text(writer), "blocks": blocks, "remaining_blocks": page.remaining_blocks}
+    _show(arguments, row, f"{blocks} blocks dropped, {page.remaining_blocks} of writer {row['writer']} left")
+    return ExitCode.PARTLY_DONE if page.remaining_blocks else ExitCode.DONE
 
 
 def clear(arguments: argparse.Namespace) -> int:

@@ -108,6 +108,11 @@ class Index:
         """All spaces opened so far."""
         return list(self._spaces.values())
 
+    def settled_spaces(self) -> list[Space]:
+        """The same, with those that are being opened at the moment; waits for them."""
+        with self._opening:
+            return self.spaces()
+
     def space(self, namespace: Namespace) -> Space:
         """The space of a namespace, made at its first use from what the disk holds of it."""
         require_namespace(namespace)

@@ -35,13 +35,15 @@ def open_store(
     key_file: str | os.PathLike[str] | None = None,
     settings: StoreSettings | None = None,
     clock: Clock | None = None,
+    writer: int | None = None,
 ) -> Store:
     """Open a store in this process; `kvstore.open`.
 
     `path` is the data directory, made if it is missing and locked while open. `disk_bytes` is 10 GiB where there is
     a path and 0 where there is none; with 0 there is no disk tier. Blocks are spread over `further_paths` too, within
     the same bytes; `free_floor_bytes` stay free on each file system (by default 1 GiB or 2 %, at most a tenth);
-    `disk_kind` names a tier that another package offers; `key_file` has the keys of encryption at rest. Raises
+    `disk_kind` names a tier that another package offers; `key_file` has the keys of encryption at rest;
+    `writer` is kept with the blocks that are stored here, a random id if it is not given. Raises
     ConfigError for sizes that cannot be, StorageError where the directory or the memory is not to be had.
     """
     if disk_bytes is None:
@@ -73,7 +75,7 @@ def open_store(
         except BaseException:
             host.close()
             raise
-    return Store(host, disk, settings, clock)
+    return Store(host, disk, settings, clock, writer)
 
 
 def _disk_opener(kind: str, key_file: str | os.PathLike[str] | None, settings: StoreSettings) -> TierFactory:

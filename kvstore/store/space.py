@@ -15,6 +15,7 @@ import numpy as np
 from kvstore import hashing
 from kvstore.events import EventKind
 from kvstore.radix.tree import NO_BLOCK, NO_SLOT, RadixTree, Removed
+from kvstore.store.block_writers import BlockWriters
 from kvstore.store.budget import StoreBudget
 from kvstore.store.placement import leading
 from kvstore.store.settings import MEASURING_POLICIES, NO_QUOTA
@@ -132,6 +133,7 @@ class Space:
         self.budget = StoreBudget(1.0, 0, 0.0) if budget is None else budget
         self.hash_seed = secrets.randbits(64) if hash_seed is None else hash_seed
         self.tree = RadixTree(layout.block_symbols, hash_seed=self.hash_seed, ns_key=ns_key, policy=policy)
+        self.writers = BlockWriters()
         self.is_measured = policy in MEASURING_POLICIES
         self.moving_factor = _MOVING_FACTOR if self.is_measured else 1.0
         # The lowest priorities per byte are not told from each other, for worth is divided by this.
@@ -172,7 +174,9 @@ class Space:
     @property
     def index_bytes(self) -> int:
         """Memory of the index."""
-        return self.tree.memory_bytes + (0 if self.states is None else self.states.index_bytes)
+        return (
+            self.tree.memory_bytes + self.writers.memory_bytes + (0 if self.states is None else self.states.index_bytes)
+        )
 
     def tier_blocks(self, tier: Tier) -> int:
         """Blocks, and pieces of states, in a tier."""
@@ -270,9 +274,10 @@ class Space:
         """Full identities of blocks, for headers."""
         keys = self.tree.keys(ids)
         tokens = self.tree.tokens(ids)
+        writers = self.writers.of(ids).tolist()
         return [
-            BlockIdentity(self.tree.root_of(int(block)), pair[0].tobytes(), pair[1].tobytes(), row.tobytes())
-            for block, pair, row in zip(ids, keys, tokens, strict=True)
+            BlockIdentity(self.tree.root_of(int(block)), pair[0].tobytes(), pair[1].tobytes(), row.tobytes(), writer)
+            for block, pair, row, writer in zip(ids, keys, tokens, writers, strict=True)
         ]
 
     def prompt_keys(self, root_key: bytes, prompt: TokenArray) -> list[bytes]:
@@ -458,6 +463,7 @@ class Space:
         """The ids of what was taken, by slot."""
         existing, ids = self.tree.stage(root_key, tokens, 0, tick)
         slots = np.array([block.slot for block in path[existing:]], dtype=np.uint32)
+        self.writers.note_each(ids[existing:], [block.identity.writer for block in path[existing:]])
         self.tree.place(ids[existing:], Tier.DISK, slots)
         self.tree.release(ids)
         return dict(zip(slots.tolist(), ids[existing:].tolist(), strict=True))

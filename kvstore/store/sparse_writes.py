@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class SparseWrites:
     """The sparse parts of one stage. Guarded by the stage's lock; `begin` and `attach` need the index lock too."""
 
-    def __init__(self, space: Space, mover: SparseMover) -> None:
+    def __init__(self, space: Space, mover: SparseMover, writer: int) -> None:
         self._space = space
+        self._writer = writer
         self._mover = mover
         self._groups = [_GroupWrites(group) for group in space.sparse.groups]
         self.refused_blocks = 0
@@ -75,7 +76,7 @@ class SparseWrites:
         for group in self._groups:
             for position in [block for block in group.slots if ids[block] >= 0 and group.is_complete(block)]:
                 tokens = prompt[position * symbols : (position + 1) * symbols].tobytes()
-                identity = BlockIdentity(keys[0], keys[position], keys[position + 1], tokens)
+                identity = BlockIdentity(keys[0], keys[position], keys[position + 1], tokens, self._writer)
                 if group.table.put(int(ids[position]), identity, Tier.HOST, group.slots[position]):
                     del group.slots[position]
 

@@ -60,6 +60,7 @@ class StoreStage:
         requested_from: int,
         points: Points,
         mover: SparseMover,
+        writer: int,
         forget: Callable[[StoreStage], None],
     ) -> None:
         self._index = index
@@ -68,7 +69,8 @@ class StoreStage:
         self.prompt = prompt
         self.requested_from = requested_from
         self._points = points
-        self._sparse = SparseWrites(space, mover)
+        self._sparse = SparseWrites(space, mover, writer)
+        self.writer = writer
         self._forget = forget
         self._lock = threading.Lock()
         self._open = True

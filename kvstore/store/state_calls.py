@@ -9,6 +9,7 @@ from kvstore.state_blobs import BlobLease, BlobStage
 from kvstore.store.state_handles import StateRowsLease, StateRowsStage
 from kvstore.store.states import path_of
 from kvstore.types import PLAIN_ROOT, PrefixMatch, Tier, TierRun, require_state
+from kvstore.writers import WriterRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -74,12 +75,15 @@ class StateCalls:
         prompt: TokenArray,
         state_bytes: int,
         handlers: tuple[Callable[[StateRowsStage], None], Callable[[StateRowsStage], None]],
+        *,
+        writer: int,
     ) -> BlobStage:
         """Begin to store a state; of the two handlers one enters it, with the index lock held, one forgets it."""
         form = require_state(space.layout)
         enter, forget = handlers
         table = _table(space)
         state = table.records.make(root_key, path_of(prompt), state_bytes, self._index.latest_tick)
+        state.writer = writer
         stage = StateRowsStage(self._index, self._room, space, state, forget)
         if state.index_bytes > table.bytes_max:
             stage.refuse("index_full")
@@ -97,6 +101,12 @@ class StateCalls:
                 stage.abort()
                 raise
         return BlobStage(stage, state_bytes, form.piece_bytes)
+
+    def writers(self, space: Space, root_key: bytes, prompt: TokenArray) -> tuple[WriterRun, ...]:
+        """Who wrote the state that serves most of a prompt; of the tokens that it serves."""
+        with self._index.lock:
+            state, tokens = _table(space).find(root_key, path_of(prompt))
+            return () if state is None else (WriterRun(state.writer, tokens),)
 
     def pin(self, space: Space, root_key: bytes, prompt: TokenArray, ttl_seconds: float | None) -> Pin:
         """Protect the state that serves most of a prompt."""

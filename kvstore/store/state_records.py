@@ -88,13 +88,16 @@ class StateRecords:
     def identities(self, state: StoredState, pieces: range) -> list[BlockIdentity]:
         """Of some of its pieces, those of the path counted on behind those of the blob."""
         whole = (self.pieces(state), self.path_pieces(state), state.size_bytes, state.tokens)
-        return [self._identity(state.root_key, state.state_id, _Numbers(piece, *whole)) for piece in pieces]
+        return [
+            self._identity(state.root_key, state.state_id, _Numbers(piece, *whole), state.writer) for piece in pieces
+        ]
 
     def recover(
         self, recovered: Iterable[RecoveredBlock], disk: PersistentPool, tick: int
     ) -> tuple[list[StoredState], list[int]]:
         """The states that a disk holds whole, and the slots of all that is left over."""
         found: defaultdict[tuple[bytes, bytes, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+        writers: dict[bytes, int] = {}
         left_over = []
         for block in recovered:
             numbers = self._numbers(block.identity)
@@ -102,6 +105,7 @@ class StateRecords:
                 left_over.append(block.slot)
             else:
                 identity = block.identity
+                writers[identity.parent_key] = identity.writer
                 found[identity.root_key, identity.parent_key, numbers.whole][numbers.number] = block.slot
         states = []
         for (root_key, state_id, whole), slots in found.items():
@@ -110,6 +114,7 @@ class StateRecords:
                 left_over += slots.values()
             else:
                 state.stored_at = state.used_at = tick
+                state.writer = writers[state_id]
                 states.append(state)
         return states, left_over
 
@@ -137,10 +142,10 @@ class StateRecords:
         key = hashing.block_keys(self._ns_key, root_key, tokens, 1)[-1].tobytes()
         return StoredState(state_id, root_key, path, key, size_bytes, tick, tick)
 
-    def _identity(self, root_key: bytes, state_id: bytes, numbers: _Numbers) -> BlockIdentity:
+    def _identity(self, root_key: bytes, state_id: bytes, numbers: _Numbers, writer: int = 0) -> BlockIdentity:
         words = _packed(numbers)
         key = hashing.block_keys(self._ns_key, state_id, words, PIECE_NUMBERS).tobytes()
-        return BlockIdentity(root_key, state_id, key, words.tobytes())
+        return BlockIdentity(root_key, state_id, key, words.tobytes(), writer)
 
     def _numbers(self, identity: BlockIdentity) -> _Numbers | None:
         """What a header says; None where that makes no sense, or is not of this namespace."""

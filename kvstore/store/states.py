@@ -59,6 +59,7 @@ class StoredState:
     size_bytes: int
     stored_at: int
     used_at: int
+    writer: int = 0
     uses: int = 1
     holds: int = 0
     attached: bool = False

@@ -8,14 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 from weakref import WeakSet
 
-import numpy as np
-
 from kvstore.api import SCRUB_BYTES
 from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError, StorageError
-from kvstore.radix.tree import SLICE_BLOCKS
 from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.stats import StoreStats, TierStats
 from kvstore.store.boundaries import boundaries
+from kvstore.store.evictions import WriterEviction, evict_prefix
 from kvstore.store.hot_prefixes import hot_prefixes
 from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
@@ -47,6 +45,7 @@ from kvstore.types import (
     require_turn_ends,
     require_writer,
 )
+from kvstore.writers import chosen_writer, require_writer_id
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -59,16 +58,16 @@ if TYPE_CHECKING:
     from kvstore.store.hot_prefixes import HotPrefix
     from kvstore.store.peers import Peers
     from kvstore.store.settings import StoreSettings
-    from kvstore.store.space import Freed, Space
+    from kvstore.store.space import Space
     from kvstore.store.state_handles import StateRowsLease, StateRowsStage
     from kvstore.tiers.extent_stock import HostMemoryState
     from kvstore.tiers.host import HostTier
     from kvstore.tiers.persistent import PersistentTier
     from kvstore.tokens import Tokens
     from kvstore.types import BlockIds, Namespace, Pin, Root, TokenArray
+    from kvstore.writers import WriterPage, WriterRun
 
 logger = logging.getLogger(__name__)
-_IDLE_SLICES = 16
 _stores: WeakSet[Store] = WeakSet()
 _MOVER_THREADS = 2
 
@@ -76,7 +75,15 @@ _MOVER_THREADS = 2
 class Store:
     """A kvstore.api.KvStore in this process. Owns its tiers; thread-safe (lock order: see index.py)."""
 
-    def __init__(self, host: HostTier, disk: PersistentTier | None, settings: StoreSettings, clock: Clock) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        disk: PersistentTier | None,
+        settings: StoreSettings,
+        clock: Clock,
+        writer: int | None = None,
+    ) -> None:
+        self.writer = chosen_writer(writer)
         self._settings = settings
         self._clock = clock
         self._host = host
@@ -188,12 +195,14 @@ class Store:
         from_block: int = 0,
         turn_ends: Sequence[int] = (),
         rank: int | None = None,
+        writer: int | None = None,
     ) -> StoreStage | StageShare | RefusedStage:
         """Begin to store; see kvstore.api.KvStore."""
         space, root_key, prompt = self._address(namespace, tokens, root)
         require_blocks(namespace.layout)
         if rank is not None:
             require_writer(namespace.layout, rank)
+        author = self.writer if writer is None else require_writer_id(writer)
         prompt_tokens = namespace.layout.prompt_tokens(prompt.size)
         points = Points(prompt_tokens, require_turn_ends(turn_ends, prompt_tokens))
         whole = prompt.size // namespace.layout.block_symbols
@@ -211,6 +220,7 @@ class Store:
             requested_from=from_block,
             points=points,
             mover=self._room.sparse,
+            writer=author,
             forget=self._forget_stage,
         )
         begin = partial(self._begin_stage, stage, space)
@@ -227,16 +237,23 @@ class Store:
         return self._states.lease(match, wanted, self._enter_lease, self._forget_lease)
 
     def stage_state(
-        self, namespace: Namespace, tokens: Tokens, *, state_bytes: int, root: Root | None = None
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        state_bytes: int,
+        root: Root | None = None,
+        writer: int | None = None,
     ) -> BlobStage:
         """Begin to store a state; see kvstore.api.KvStore."""
         size_bytes = require_state_bytes(state_bytes)
+        author = self.writer if writer is None else require_writer_id(writer)
         space, root_key, prompt = self._address(namespace, tokens, root)
         require_state(namespace.layout)
         require_path(prompt.size)
         self._end_overdue()
         handlers = (self._enter_state_stage, self._forget_state_stage)
-        return self._states.stage(space, root_key, prompt, size_bytes, handlers)
+        return self._states.stage(space, root_key, prompt, size_bytes, handlers, writer=author)
 
     def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
@@ -289,21 +306,23 @@ class Store:
         self._end_overdue()
         if space.states is not None:
             return self._states.evict(space, root_key, prompt, from_block)
-        with self._room.lock, space.removing:  # what is being copied is held, and would stay
-            dropped = [*self._drop_unheld(space, root_key, prompt, from_block), *self._index.reap_all(space)]
-        for freed in dropped:
-            freed.settle_sparse(Tier.DISK)  # which no restart finds without their dense blocks
-        slots = np.concatenate([freed.disk for freed in dropped])
-        is_gone = space.disk is None or not slots.size or space.disk.free_for_good(slots)
-        blocks = sum(freed.blocks for freed in dropped)
+        return evict_prefix(self._index, self._room, space, root_key, prompt, from_block=from_block)
+
+    def evict_writer(self, writer: int) -> WriterPage:
+        """Drop some of what a writer wrote; see kvstore.api.KvStore."""
+        self._check_open()
+        require_writer_id(writer)
+        self._end_overdue()
+        return WriterEviction(self._index, self._room, writer).step()
+
+    def writers_of(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> tuple[WriterRun, ...]:
+        """Who wrote a stored prefix; see kvstore.api.KvStore."""
+        space, root_key, prompt = self._address(namespace, tokens, root)
+        if space.states is not None:
+            return self._states.writers(space, root_key, prompt)
+        found = space.find(root_key, prompt)
         with self._index.lock:
-            self._index.accounting.evicted_blocks["request"] += blocks
-        if not is_gone:
-            raise StorageError(
-                f"{blocks} blocks were dropped, but the disk cannot be synced: a power cut may bring them back; "
-                "check the kernel log"
-            )
-        return blocks
+            return space.writers.runs(space.confirm(found))
 
     def clear(self, namespace: Namespace) -> int:
         """Drop a namespace; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
@@ -387,11 +406,10 @@ class Store:
             return ScrubPage(0, 0, 0, 0, 0, None)
         step = self._disk.scrub(after, limit_bytes)
         drop_bad(self._index, self._room, step)
-        if step.bad:
-            logger.warning("blocks on disk were wrong and are dropped: blocks=%d", len(step.bad))
-        return ScrubPage(
-            step.blocks, step.read_bytes, len(step.bad), step.repaired_slots, step.remaining_blocks, step.next_after
-        )
+        bad = len(step.bad)
+        if bad:
+            logger.warning("blocks on disk were wrong and are dropped: blocks=%d", bad)
+        return ScrubPage(step.blocks, step.read_bytes, bad, step.repaired_slots, step.remaining_blocks, step.next_after)
 
     def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
         """The log of what was stored and removed; see kvstore.api.KvStore."""
@@ -507,6 +525,7 @@ class Store:
             raise NoSpaceError("the namespace had no blocks and made room for another one just now; try again")
         tick = self._index.next_tick()
         present, path = space.tree.stage(stage.root_key, stage.prompt, stage.requested_from, tick)
+        space.writers.note(path[present:], stage.writer)
         self._stages.add(stage)
         return present, path
 
@@ -530,21 +549,6 @@ class Store:
         for space in {freed.space for freed in removed}:
             self._pins.save_ended(space)
         return len(removed)
-
-    def _drop_unheld(self, space: Space, root_key: bytes, prompt: TokenArray, from_block: int) -> list[Freed]:
-        """Cut off what a prompt has below a block but for what is held, a slice at a time; as Index.reap_all."""
-        dropped: list[Freed] = []
-        idle = 0  # slices that found held blocks alone; more than the whole tree has mean that others keep changing it
-        resume: tuple[int, int] | None = None
-        while True:
-            with self._index.lock:
-                freed, resume = space.drop_unheld(root_key, prompt, from_block, resume)
-                idle_max = space.tree.block_count // SLICE_BLOCKS + _IDLE_SLICES
-            freed.settle_host()
-            dropped.append(freed)
-            idle += not freed.blocks
-            if resume is None or idle > idle_max:
-                return dropped
 
     def _check_leases(self) -> None:
         if len(self._leases) >= self._settings.leases_max:

@@ -48,10 +48,11 @@ def store_prompt(
     root: Root | None = None,
     from_block: int = 0,
     turn_ends: Sequence[int] = (),
+    writer: int | None = None,
 ) -> CommitResult:
     """Store the right bytes for every block of a prompt from `from_block` on, and for the sparse parts wanted of it."""
     rows = expected_rows(namespace, tokens, root)
-    stage = store.stage(namespace, tokens, root=root, from_block=from_block, turn_ends=turn_ends)
+    stage = store.stage(namespace, tokens, root=root, from_block=from_block, turn_ends=turn_ends, writer=writer)
     try:
         stage.write_from(rows[from_block:])
         for part in sparse_parts(namespace):

@@ -21,6 +21,7 @@ from kvstore.testing.conformance_limits import LimitConformance
 from kvstore.testing.conformance_prefixes import PrefixConformance
 from kvstore.testing.conformance_sparse import SparseConformance
 from kvstore.testing.conformance_states import StateConformance
+from kvstore.testing.conformance_writers import WriterConformance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["BASE", "BLOCKS", "LAYOUT", "MIB", "PROMPT", "SECRETS", "KvStoreConformance", "OpenStore"]
 
 
-class KvStoreConformance(PrefixConformance, LimitConformance, SparseConformance, StateConformance, DigestConformance):
+class KvStoreConformance(
+    PrefixConformance, LimitConformance, SparseConformance, StateConformance, DigestConformance, WriterConformance
+):
     """Inherit and provide the fixture `open_store`; see the module."""
 
     @pytest.fixture

@@ -36,10 +36,16 @@ def blob_of(namespace: Namespace, path: Sequence[int], size_bytes: int, root: Ro
 
 
 def store_state(
-    store: KvStore, namespace: Namespace, path: Sequence[int], size_bytes: int = STATE_BYTES, root: Root | None = None
+    store: KvStore,
+    namespace: Namespace,
+    path: Sequence[int],
+    size_bytes: int = STATE_BYTES,
+    root: Root | None = None,
+    *,
+    writer: int | None = None,
 ) -> bool:
     """Store the right bytes for a path; whether that was wanted and done."""
-    with store.stage_state(namespace, path, state_bytes=size_bytes, root=root) as stage:
+    with store.stage_state(namespace, path, state_bytes=size_bytes, root=root, writer=writer) as stage:
         if not stage.wanted:
             return False
         stage.write_from(blob_of(namespace, path, size_bytes, root))

@@ -165,6 +165,7 @@ READER_CALLS: dict[str, Callable[[Client], object]] = {
     "pin": lambda client: client.pin(OURS, PROMPT),
     "unpin": lambda client: client.unpin(1),
     "evict": lambda client: client.evict(OURS, PROMPT),
+    "evict_writer": lambda client: client.evict_writer(7),
     "clear": lambda client: client.clear(OURS),
     "flush": lambda client: client.flush(),
     "verify": lambda client: client.verify(),
@@ -186,7 +187,7 @@ def test_a_reader_changes_nothing(fortress: Fortress, lane: str, call: str):
 def test_a_writer_is_no_operator(fortress: Fortress, lane: str):
     writer = fortress.connect("writer", lane)
     store_prompt(writer, OURS, PROMPT)
-    for call in ("pin", "unpin", "evict", "clear", "flush", "verify", "scrub"):
+    for call in ("pin", "unpin", "evict", "evict_writer", "clear", "flush", "verify", "scrub"):
         with pytest.raises(PermissionDeniedError, match="'writer' has write"):
             READER_CALLS[call](writer)
     assert BLOCKS == writer.match(OURS, PROMPT).blocks

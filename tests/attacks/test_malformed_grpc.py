@@ -47,6 +47,7 @@ NEEDS_NO_SESSION = (
     "Flush",
     "Verify",
     "Scrub",
+    "EvictWriter",
     "ListNodes",
 )
 METHODS = [method for service in SERVICES for method in service.methods]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 IDENTITY = BlockIdentity(b"r" * 16, b"p" * 16, b"k" * 16, bytes(64))
-HEADER = BlockHeader(3, 9, (2 << 40) + 7, 5, 0, b"n" * 16, IDENTITY, 1, 2, 333, 0x0123456789ABCDEF)
+HEADER = BlockHeader(3, 9, (2 << 40) + 7, 5, b"n" * 16, IDENTITY, 1, 2, 333, 0x0123456789ABCDEF)
 SUPERBLOCKS = [
     Superblock(4, b"b" * 16, clean=True),
     Superblock(

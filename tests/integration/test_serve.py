@@ -314,14 +314,29 @@ def test_the_commands_say_what_the_store_says(ask, unix_sidecar):
     assert (0, True) == (ask("status")[0], ask("status")[1]["serving"])
     assert kvstore.__version__ == ask("status")[1]["version"]
     assert "wire" == ask("status")[1]["lane"]
-    assert (0, {"blocks": 10, "tokens": 40, "prompt_tokens": 41, "tiers": {"host": 10}}) == ask(
-        "match", *TOKENS, 99, *FLAGS
-    )
+    status, matched = ask("match", *TOKENS, 99, *FLAGS)
+    ((_, writer),) = [(run["blocks"], run.pop("writer")) for run in matched["writers"]]
+    expected = {"blocks": 10, "tokens": 40, "prompt_tokens": 41, "tiers": {"host": 10}, "writers": [{"blocks": 10}]}
+    assert (0, expected) == (status, matched)
+    assert 16 == len(writer)
     assert (0, BLOCKS) == (ask("stats")[0], ask("stats")[1]["stored_blocks"])
     assert 0 == ask("stats")[1]["lookups"]
     assert "stored" == ask("events")[1]["kind"]
     assert (0, {"flushed": True}) == ask("flush")
     assert (0, {"namespaces": 1, "blocks": BLOCKS, "problems": []}) == ask("verify")
+
+
+def test_what_a_writer_wrote_is_named_by_match_and_dropped_by_evict(ask, unix_sidecar, capsys):
+    store_prompt(unix_sidecar.address)
+
+    writer = ask("match", *TOKENS, *FLAGS)[1]["writers"][0]["writer"]
+    nobody = f"{int(writer, 16) ^ 1:016x}"
+    assert (0, {"writer": nobody, "blocks": 0, "remaining_blocks": 0}) == ask("evict", "--writer", nobody)
+    assert (0, {"writer": writer, "blocks": BLOCKS, "remaining_blocks": 0}) == ask("evict", "--writer", writer)
+    assert (0, []) == (ask("match", *TOKENS, *FLAGS)[0], ask("match", *TOKENS, *FLAGS)[1]["writers"])
+    for words in (("evict", "--writer", "engine"), ("evict", "--writer", writer, 1, 2)):
+        assert main([str(word) for word in (words[0], "--address", unix_sidecar.address, *words[1:])])
+        assert "writer" in capsys.readouterr().err
 
 
 def test_pins_hold_and_end(ask, unix_sidecar):

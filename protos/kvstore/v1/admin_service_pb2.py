@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvstore.v1 import block_pb2 as kvstore_dot_v1_dot_block__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore/v1/admin_service.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvstore/v1/block.proto\"~\n\nPinRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\x0f\x10\x10R\nrequest_id\"Z\n\x0bPinResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12+\n\x07\x65xpires\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"0\n\x0cUnpinRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\x04J\x04\x08\x0f\x10\x10R\nrequest_id\"\x1e\n\rUnpinResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"l\n\x0c\x45victRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x12\n\nfrom_block\x18\x03 \x01(\rJ\x04\x08\x0f\x10\x10R\nrequest_id\"\x1f\n\rEvictResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"C\n\x0c\x43learRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05ns_id\x18\x02 \x01(\x0cJ\x04\x08\x0f\x10\x10R\nrequest_id\"\x1f\n\rClearResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"\x0e\n\x0c\x46lushRequest\"\x0f\n\rFlushResponse\"\x0f\n\rVerifyRequest\"F\n\x0eVerifyResponse\x12\x12\n\nnamespaces\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08problems\x18\x03 \x03(\t\"2\n\x0cScrubRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x02 \x01(\x04\"\xa0\x01\n\rScrubResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x64ropped_blocks\x18\x03 \x01(\x04\x12\x16\n\x0erepaired_slots\x18\x04 \x01(\x04\x12\x18\n\x10remaining_blocks\x18\x05 \x01(\x04\x12\x17\n\nnext_after\x18\x06 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_next_after\"\x12\n\x10ListNodesRequest\"G\n\x11ListNodesResponse\x12\x11\n\tnode_name\x18\x01 \x01(\t\x12\x1f\n\x05nodes\x18\x02 \x03(\x0b\x32\x10.kvstore.v1.Node\"\x81\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x04\x12\r\n\x05queue\x18\x07 \x01(\r\"M\n\rLocateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.PromptJ\x04\x08\x0f\x10\x10\"8\n\x0eLocateResponse\x12&\n\x07matches\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.NodeMatch\"e\n\tNodeMatch\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.kvstore.v1.Node\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x13\n\x0bhost_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x64isk_tokens\x18\x04 \x01(\x04\x32\xc8\x04\n\x0c\x41\x64minService\x12\x36\n\x03Pin\x12\x16.kvstore.v1.PinRequest\x1a\x17.kvstore.v1.PinResponse\x12<\n\x05Unpin\x12\x18.kvstore.v1.UnpinRequest\x1a\x19.kvstore.v1.UnpinResponse\x12<\n\x05\x45vict\x12\x18.kvstore.v1.EvictRequest\x1a\x19.kvstore.v1.EvictResponse\x12<\n\x05\x43lear\x12\x18.kvstore.v1.ClearRequest\x1a\x19.kvstore.v1.ClearResponse\x12<\n\x05\x46lush\x12\x18.kvstore.v1.FlushRequest\x1a\x19.kvstore.v1.FlushResponse\x12?\n\x06Verify\x12\x19.kvstore.v1.VerifyRequest\x1a\x1a.kvstore.v1.VerifyResponse\x12<\n\x05Scrub\x12\x18.kvstore.v1.ScrubRequest\x1a\x19.kvstore.v1.ScrubResponse\x12H\n\tListNodes\x12\x1c.kvstore.v1.ListNodesRequest\x1a\x1d.kvstore.v1.ListNodesResponse\x12?\n\x06Locate\x12\x19.kvstore.v1.LocateRequest\x1a\x1a.kvstore.v1.LocateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore/v1/admin_service.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvstore/v1/block.proto\"~\n\nPinRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\x0f\x10\x10R\nrequest_id\"Z\n\x0bPinResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12+\n\x07\x65xpires\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"0\n\x0cUnpinRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\x04J\x04\x08\x0f\x10\x10R\nrequest_id\"\x1e\n\rUnpinResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"l\n\x0c\x45victRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x12\n\nfrom_block\x18\x03 \x01(\rJ\x04\x08\x0f\x10\x10R\nrequest_id\"\x1f\n\rEvictResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"$\n\x12\x45victWriterRequest\x12\x0e\n\x06writer\x18\x01 \x01(\x06\"?\n\x13\x45victWriterResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x18\n\x10remaining_blocks\x18\x02 \x01(\x04\"L\n\x12\x46indWritersRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Prompt\":\n\x13\x46indWritersResponse\x12#\n\x04runs\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.WriterRun\"+\n\tWriterRun\x12\x0e\n\x06writer\x18\x01 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"C\n\x0c\x43learRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05ns_id\x18\x02 \x01(\x0cJ\x04\x08\x0f\x10\x10R\nrequest_id\"\x1f\n\rClearResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"\x0e\n\x0c\x46lushRequest\"\x0f\n\rFlushResponse\"\x0f\n\rVerifyRequest\"F\n\x0eVerifyResponse\x12\x12\n\nnamespaces\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08problems\x18\x03 \x03(\t\"2\n\x0cScrubRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x02 \x01(\x04\"\xa0\x01\n\rScrubResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x64ropped_blocks\x18\x03 \x01(\x04\x12\x16\n\x0erepaired_slots\x18\x04 \x01(\x04\x12\x18\n\x10remaining_blocks\x18\x05 \x01(\x04\x12\x17\n\nnext_after\x18\x06 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_next_after\"\x12\n\x10ListNodesRequest\"G\n\x11ListNodesResponse\x12\x11\n\tnode_name\x18\x01 \x01(\t\x12\x1f\n\x05nodes\x18\x02 \x03(\x0b\x32\x10.kvstore.v1.Node\"\x81\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x04\x12\r\n\x05queue\x18\x07 \x01(\r\"M\n\rLocateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.PromptJ\x04\x08\x0f\x10\x10\"8\n\x0eLocateResponse\x12&\n\x07matches\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.NodeMatch\"e\n\tNodeMatch\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.kvstore.v1.Node\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x13\n\x0bhost_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x64isk_tokens\x18\x04 \x01(\x04\x32\xe8\x05\n\x0c\x41\x64minService\x12\x36\n\x03Pin\x12\x16.kvstore.v1.PinRequest\x1a\x17.kvstore.v1.PinResponse\x12<\n\x05Unpin\x12\x18.kvstore.v1.UnpinRequest\x1a\x19.kvstore.v1.UnpinResponse\x12<\n\x05\x45vict\x12\x18.kvstore.v1.EvictRequest\x1a\x19.kvstore.v1.EvictResponse\x12N\n\x0b\x45victWriter\x12\x1e.kvstore.v1.EvictWriterRequest\x1a\x1f.kvstore.v1.EvictWriterResponse\x12N\n\x0b\x46indWriters\x12\x1e.kvstore.v1.FindWritersRequest\x1a\x1f.kvstore.v1.FindWritersResponse\x12<\n\x05\x43lear\x12\x18.kvstore.v1.ClearRequest\x1a\x19.kvstore.v1.ClearResponse\x12<\n\x05\x46lush\x12\x18.kvstore.v1.FlushRequest\x1a\x19.kvstore.v1.FlushResponse\x12?\n\x06Verify\x12\x19.kvstore.v1.VerifyRequest\x1a\x1a.kvstore.v1.VerifyResponse\x12<\n\x05Scrub\x12\x18.kvstore.v1.ScrubRequest\x1a\x19.kvstore.v1.ScrubResponse\x12H\n\tListNodes\x12\x1c.kvstore.v1.ListNodesRequest\x1a\x1d.kvstore.v1.ListNodesResponse\x12?\n\x06Locate\x12\x19.kvstore.v1.LocateRequest\x1a\x1a.kvstore.v1.LocateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,34 +46,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVICTREQUEST']._serialized_end=545
   _globals['_EVICTRESPONSE']._serialized_start=547
   _globals['_EVICTRESPONSE']._serialized_end=578
-  _globals['_CLEARREQUEST']._serialized_start=580
-  _globals['_CLEARREQUEST']._serialized_end=647
-  _globals['_CLEARRESPONSE']._serialized_start=649
-  _globals['_CLEARRESPONSE']._serialized_end=680
-  _globals['_FLUSHREQUEST']._serialized_start=682
-  _globals['_FLUSHREQUEST']._serialized_end=696
-  _globals['_FLUSHRESPONSE']._serialized_start=698
-  _globals['_FLUSHRESPONSE']._serialized_end=713
-  _globals['_VERIFYREQUEST']._serialized_start=715
-  _globals['_VERIFYREQUEST']._serialized_end=730
-  _globals['_VERIFYRESPONSE']._serialized_start=732
-  _globals['_VERIFYRESPONSE']._serialized_end=802
-  _globals['_SCRUBREQUEST']._serialized_start=804
-  _globals['_SCRUBREQUEST']._serialized_end=854
-  _globals['_SCRUBRESPONSE']._serialized_start=857
-  _globals['_SCRUBRESPONSE']._serialized_end=1017
-  _globals['_LISTNODESREQUEST']._serialized_start=1019
-  _globals['_LISTNODESREQUEST']._serialized_end=1037
-  _globals['_LISTNODESRESPONSE']._serialized_start=1039
-  _globals['_LISTNODESRESPONSE']._serialized_end=1110
-  _globals['_NODE']._serialized_start=1113
-  _globals['_NODE']._serialized_end=1242
-  _globals['_LOCATEREQUEST']._serialized_start=1244
-  _globals['_LOCATEREQUEST']._serialized_end=1321
-  _globals['_LOCATERESPONSE']._serialized_start=1323
-  _globals['_LOCATERESPONSE']._serialized_end=1379
-  _globals['_NODEMATCH']._serialized_start=1381
-  _globals['_NODEMATCH']._serialized_end=1482
-  _globals['_ADMINSERVICE']._serialized_start=1485
-  _globals['_ADMINSERVICE']._serialized_end=2069
+  _globals['_EVICTWRITERREQUEST']._serialized_start=580
+  _globals['_EVICTWRITERREQUEST']._serialized_end=616
+  _globals['_EVICTWRITERRESPONSE']._serialized_start=618
+  _globals['_EVICTWRITERRESPONSE']._serialized_end=681
+  _globals['_FINDWRITERSREQUEST']._serialized_start=683
+  _globals['_FINDWRITERSREQUEST']._serialized_end=759
+  _globals['_FINDWRITERSRESPONSE']._serialized_start=761
+  _globals['_FINDWRITERSRESPONSE']._serialized_end=819
+  _globals['_WRITERRUN']._serialized_start=821
+  _globals['_WRITERRUN']._serialized_end=864
+  _globals['_CLEARREQUEST']._serialized_start=866
+  _globals['_CLEARREQUEST']._serialized_end=933
+  _globals['_CLEARRESPONSE']._serialized_start=935
+  _globals['_CLEARRESPONSE']._serialized_end=966
+  _globals['_FLUSHREQUEST']._serialized_start=968
+  _globals['_FLUSHREQUEST']._serialized_end=982
+  _globals['_FLUSHRESPONSE']._serialized_start=984
+  _globals['_FLUSHRESPONSE']._serialized_end=999
+  _globals['_VERIFYREQUEST']._serialized_start=1001
+  _globals['_VERIFYREQUEST']._serialized_end=1016
+  _globals['_VERIFYRESPONSE']._serialized_start=1018
+  _globals['_VERIFYRESPONSE']._serialized_end=1088
+  _globals['_SCRUBREQUEST']._serialized_start=1090
+  _globals['_SCRUBREQUEST']._serialized_end=1140
+  _globals['_SCRUBRESPONSE']._serialized_start=1143
+  _globals['_SCRUBRESPONSE']._serialized_end=1303
+  _globals['_LISTNODESREQUEST']._serialized_start=1305
+  _globals['_LISTNODESREQUEST']._serialized_end=1323
+  _globals['_LISTNODESRESPONSE']._serialized_start=1325
+  _globals['_LISTNODESRESPONSE']._serialized_end=1396
+  _globals['_NODE']._serialized_start=1399
+  _globals['_NODE']._serialized_end=1528
+  _globals['_LOCATEREQUEST']._serialized_start=1530
+  _globals['_LOCATEREQUEST']._serialized_end=1607
+  _globals['_LOCATERESPONSE']._serialized_start=1609
+  _globals['_LOCATERESPONSE']._serialized_end=1665
+  _globals['_NODEMATCH']._serialized_start=1667
+  _globals['_NODEMATCH']._serialized_end=1768
+  _globals['_ADMINSERVICE']._serialized_start=1771
+  _globals['_ADMINSERVICE']._serialized_end=2515
 # @@protoc_insertion_point(module_scope)

@@ -56,6 +56,42 @@ class EvictResponse(_message.Message):
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
+class EvictWriterRequest(_message.Message):
+    __slots__ = ("writer",)
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    writer: int
+    def __init__(self, writer: _Optional[int] = ...) -> None: ...
+
+class EvictWriterResponse(_message.Message):
+    __slots__ = ("blocks", "remaining_blocks")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    remaining_blocks: int
+    def __init__(self, blocks: _Optional[int] = ..., remaining_blocks: _Optional[int] = ...) -> None: ...
+
+class FindWritersRequest(_message.Message):
+    __slots__ = ("session_id", "prompt")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    prompt: _block_pb2.Prompt
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ...) -> None: ...
+
+class FindWritersResponse(_message.Message):
+    __slots__ = ("runs",)
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[WriterRun]
+    def __init__(self, runs: _Optional[_Iterable[_Union[WriterRun, _Mapping]]] = ...) -> None: ...
+
+class WriterRun(_message.Message):
+    __slots__ = ("writer", "blocks")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    writer: int
+    blocks: int
+    def __init__(self, writer: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
 class ClearRequest(_message.Message):
     __slots__ = ("session_id", "ns_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

@@ -50,6 +50,16 @@ class AdminServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.EvictRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.EvictWriter = channel.unary_unary(
+                '/kvstore.v1.AdminService/EvictWriter',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.EvictWriterRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.EvictWriterResponse.FromString,
+                _registered_method=True)
+        self.FindWriters = channel.unary_unary(
+                '/kvstore.v1.AdminService/FindWriters',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.FindWritersRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.FindWritersResponse.FromString,
+                _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvstore.v1.AdminService/Clear',
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.ClearRequest.SerializeToString,
@@ -102,6 +112,21 @@ class AdminServiceServicer(object):
 
     def Evict(self, request, context):
         """Drops the blocks of a prefix, with all stored below them, from every tier. Leased and pinned blocks stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictWriter(self, request, context):
+        """Drops some of the blocks that a writer wrote, with all stored below them, of every namespace and from every tier:
+        leased and pinned ones, too. Needs no session, and a caller who may name every tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindWriters(self, request, context):
+        """Says who wrote the blocks of a stored prefix.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,6 +191,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.EvictRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__service__pb2.EvictResponse.SerializeToString,
+            ),
+            'EvictWriter': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictWriter,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.EvictWriterRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.EvictWriterResponse.SerializeToString,
+            ),
+            'FindWriters': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindWriters,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.FindWritersRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.FindWritersResponse.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -280,6 +315,60 @@ class AdminService(object):
             '/kvstore.v1.AdminService/Evict',
             kvstore_dot_v1_dot_admin__service__pb2.EvictRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__service__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictWriter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/EvictWriter',
+            kvstore_dot_v1_dot_admin__service__pb2.EvictWriterRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.EvictWriterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindWriters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/FindWriters',
+            kvstore_dot_v1_dot_admin__service__pb2.FindWritersRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.FindWritersResponse.FromString,
             options,
             channel_credentials,
             insecure,

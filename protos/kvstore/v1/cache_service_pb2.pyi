@@ -232,7 +232,7 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "from_block", "stage_id", "turn_ends", "rank", "state_bytes")
+    __slots__ = ("session_id", "prompt", "from_block", "stage_id", "turn_ends", "rank", "state_bytes", "writer")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class StageRequest(_message.Message):
     TURN_ENDS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     prompt: _block_pb2.Prompt
     from_block: int
@@ -247,7 +248,8 @@ class StageRequest(_message.Message):
     turn_ends: _containers.RepeatedScalarFieldContainer[int]
     rank: int
     state_bytes: int
-    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ..., turn_ends: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
+    writer: int
+    def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., from_block: _Optional[int] = ..., stage_id: _Optional[int] = ..., turn_ends: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ..., state_bytes: _Optional[int] = ..., writer: _Optional[int] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ("from_block", "blocks", "sparse")

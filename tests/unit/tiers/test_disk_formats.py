@@ -23,7 +23,6 @@ HEADER = BlockHeader(
     slot=9,
     sequence=(2 << 40) + 7,
     generation=5,
-    writer_id=0,
     ns_id=b"n" * 16,
     identity=IDENTITY,
     part=1,
@@ -60,6 +59,15 @@ def test_the_block_header_is_as_documented() -> None:
     assert b"\x01\0\x02\0\0\0\0\0" == packed[112:120]
     assert IDENTITY.tokens == packed[136:200]
     assert "8cd27b0fd1747cbe" == digest_of(packed)
+
+
+def test_the_block_header_keeps_the_writer() -> None:
+    packed = replace(HEADER, identity=replace(IDENTITY, writer=2**63 + 5)).pack()
+    assert b"\x05\0\0\0\0\0\0\x80" == packed[40:48]
+    read = unpack_header(packed)
+    assert read is not None
+    assert 2**63 + 5 == read.identity.writer
+    assert IDENTITY == read.identity
 
 
 def test_the_slab_header_is_as_documented() -> None:
