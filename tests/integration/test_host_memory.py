@@ -76,7 +76,7 @@ def test_a_store_says_what_memory_it_has() -> None:
     with open_store(host_bytes=8 << 20, settings=settings) as store:
         assert store._host.wait_ready(60)
         state = store.host_memory()
-        assert (8 << 20, 8 << 20, 2, 0) == (
+        assert (8 << 20, 8 << 20, 4, 0) == (
             state.capacity_bytes,
             state.touched_bytes,
             state.extents,
