@@ -183,14 +183,17 @@ class MemoryDirectory:
             return self._left(key)
 
     def _left(self, key: bytes) -> float | None:
-        """The same; drops claims that are over, so that there are no more than keys being computed."""
+        """The same; drops claims whose time is over, so that there are no more than keys being computed.
+
+        One whose owner's lease has ended counts again where the owner takes its lease anew in time.
+        """
         shared = self._shared
         now = shared.clock.monotonic()
-        alive = {node.incarnation for node in shared.living().values()}
-        for over in [key for key, held in shared.claims.items() if held.until <= now or held.incarnation not in alive]:
+        for over in [key for key, held in shared.claims.items() if held.until <= now]:
             del shared.claims[over]
         held = shared.claims.get(key)
-        return None if held is None else held.until - now
+        alive = {node.incarnation for node in shared.living().values()}
+        return None if held is None or held.incarnation not in alive else held.until - now
 
     def _joined(self) -> Node:
         if self._node is None:

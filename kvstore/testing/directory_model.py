@@ -31,6 +31,7 @@ class NaiveMember:
     incarnation: int
     until: float
     queue: int = 0
+    is_superseded: bool = False  # by a later start of the same node
     told: dict[bytes, float] = field(default_factory=dict)  # until when each entry under its slot lasts
     is_in: bool = True
 
@@ -92,6 +93,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             raise AssertionError("a name of a living node was given away")
         if before is not None:
             self.end(before)
+            before.is_superseded = True
         node = directory.join(profile)
         assert (name, (f"{name}:1",), 10, 20, 0) == (
             node.name,
@@ -130,6 +132,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             except (NodeNameTakenError, DirectoryUnavailableError):
                 return
             raise AssertionError("a node renewed what it does not have")
+        elif member.is_superseded:  # a process that its own next start has outlived is no more: nothing is promised
+            return
         else:
             renewal = member.directory.renew(queue)
             assert member.incarnation == renewal.node.incarnation
@@ -201,7 +205,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         for member in self.living():  # so that each lease ends at its own time
             assert member.until > self.now
         self.clock.advance(seconds)
-        self.claims = [held for held in self.claims if self.claim_of(held.key) is held]
+        self.claims = [held for held in self.claims if held.until > self.now]
 
     @invariant()
     def the_living_are_known(self) -> None:
