@@ -19,7 +19,10 @@ PROGRAM = """
 import faulthandler, os, random, signal, sys, threading, time
 import numpy as np
 import kvstore
+from kvstore.transport import client as clients
+from kvstore.transport.link import Deadlines
 
+clients.DEFAULT_DEADLINES = Deadlines(lookup_seconds=10.0, bulk_seconds=30.0)  # not speed is asked
 faulthandler.dump_traceback_later(80, exit=True)
 INTERRUPTS = 60
 LAYOUT = kvstore.KvLayout(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
