@@ -180,7 +180,7 @@ def test_an_old_mapping_never_shows_what_another_namespace_stores() -> None:
 
 
 def test_a_hold_outlives_its_tier() -> None:
-    tier = HostTier(1000)
+    tier = HostTier(1000, extent_bytes=1000)
     pool = tier.pool(NS, (100,))
     _, rows = filled(pool, 10)
     hold = held(pool)
