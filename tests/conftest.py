@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,11 @@ _recorded: set[str] = set()
 # How long an example takes says how busy the machine is; a test as a whole has its timeout.
 hypothesis.settings.register_profile("kvstore", deadline=None)
 hypothesis.settings.load_profile("kvstore")
+
+
+def pytest_configure() -> None:
+    """Have SIGINT end what tests start, too, where a shell that runs them in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
