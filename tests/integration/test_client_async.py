@@ -56,6 +56,7 @@ class Gated:
     def __init__(self, store: KvStore) -> None:
         self._store = store
         self.asked = threading.Event()
+        self.opened = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -71,7 +72,9 @@ class Gated:
     def _waited(self, call: Any, *arguments: Any, **named: Any) -> Any:
         self.asked.set()
         assert self.gate.wait(ANSWER_SECONDS)
-        return call(*arguments, **named)
+        held = call(*arguments, **named)
+        self.opened.set()
+        return held
 
 
 @pytest.fixture
@@ -133,8 +136,8 @@ def test_what_was_being_opened_for_a_cancelled_await_is_given_up(
             with pytest.raises(asyncio.CancelledError):
                 await task
             store.gate.set()
+            await comes_to_hold(store.opened.is_set)
             await comes_to_hold(lambda: held(store) == (0, 0))
-            assert (0, 0) == held(store)
             assert BLOCKS == (await client.match(NAMESPACE, PROMPT)).blocks
 
     asyncio.run(cancel())

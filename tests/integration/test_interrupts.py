@@ -31,7 +31,14 @@ TOKENS = list(range(40))
 ROWS = np.arange(10 * LAYOUT.block_bytes, dtype=np.uint32).astype(np.uint8).reshape(10, LAYOUT.block_bytes)
 client = kvstore.connect(sys.argv[1])
 ended = threading.Event()
+armed = False
 turn = 0
+
+def interrupt(number, frame):
+    global armed
+    if armed:
+        armed = False  # so that counting one interrupt is not interrupted by the next
+        raise KeyboardInterrupt
 
 def store(tokens):
     with client.stage(NAMESPACE, tokens) as staged:
@@ -49,13 +56,15 @@ def pester():
         os.kill(os.getpid(), signal.SIGINT)
 
 def work():
-    global turn
+    global armed, turn
+    armed = True
     while True:
         turn += 1
         (load, lambda: store([turn, *range(39)]), client.stats)[turn % 3]()
 
 store(TOKENS)
 interrupts = 0
+signal.signal(signal.SIGINT, interrupt)
 pest = threading.Thread(target=pester, daemon=True)
 pest.start()
 while interrupts < INTERRUPTS:
