@@ -207,6 +207,13 @@ class _CallCounts:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class CallTotals:
+    """Calls of one method, whatever came of them: a count for each of CALL_SECONDS_BUCKETS and one beyond them."""
+
+    in_bucket: tuple[int, ...]
+
+
 class CallMetrics(Collector):
     """A histogram of call durations; give it to the transport as its observer. Thread-safe, O(log buckets) a call.
 
@@ -227,6 +234,15 @@ class CallMetrics(Collector):
                 counts = self._calls[method, status] = _CallCounts()
             counts.in_bucket[index] += 1
             counts.seconds += seconds
+
+    def totals(self) -> dict[str, CallTotals]:
+        """The calls of each method since the start."""
+        totals: dict[str, list[int]] = {}
+        with self._lock:
+            for (method, _), counts in self._calls.items():
+                before = totals.setdefault(method, [0] * len(counts.in_bucket))
+                totals[method] = [one + other for one, other in zip(before, counts.in_bucket, strict=True)]
+        return {method: CallTotals(tuple(in_bucket)) for method, in_bucket in totals.items()}
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at each scrape."""

@@ -3,6 +3,7 @@
 These pages have threads of their own and answer whatever the rest of the process does. They are on loopback only, as
 they have no access control.
 
+    /          for people: hit rate, tiers, latency, what more memory would bring (kvstore.page)
     /metrics   for Prometheus
     /livez     200 while the node works, else 503: restart it
     /readyz    200 while it takes calls, else 503: send it none
@@ -22,9 +23,12 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import TypeAlias
 
     from prometheus_client import CollectorRegistry
+
+    WsgiApplication: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 _LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 # A request of a few lines that takes longer comes from nobody who means it; each has a thread.
@@ -46,12 +50,25 @@ class NodeHealth:
 class NodePages:
     """The pages of a node on a loopback address, until close()."""
 
-    def __init__(self, registry: CollectorRegistry, health: NodeHealth, address: str) -> None:
-        """Raises ConfigError for an address that is none, is not on loopback, or is taken."""
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        health: NodeHealth,
+        address: str,
+        shown: Mapping[str, WsgiApplication] | None = None,
+    ) -> None:
+        """`shown` are further pages, by path; none without.
+
+        Raises ConfigError for an address that is none, is not on loopback, or is taken.
+        """
         host, port = _host_and_port(address)
         try:
             self._server = make_server(
-                host, port, _pages(registry, health), server_class=_server_class(host), handler_class=_QuietHandler
+                host,
+                port,
+                _pages(registry, health, shown or {}),
+                server_class=_server_class(host),
+                handler_class=_QuietHandler,
             )
         except OSError as err:
             raise ConfigError(
@@ -79,15 +96,14 @@ class _QuietHandler(WSGIRequestHandler):
         """Nothing: a scrape is no event."""
 
 
-def _pages(registry: CollectorRegistry, health: NodeHealth) -> Callable[..., Iterable[bytes]]:
-    metrics: Any = make_wsgi_app(registry)
+def _pages(registry: CollectorRegistry, health: NodeHealth, shown: Mapping[str, WsgiApplication]) -> WsgiApplication:
+    metrics: WsgiApplication = make_wsgi_app(registry)
 
     def page(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path in ("/livez", "/readyz"):
             return _answer(start_response, health.of(path))
-        answer: Iterable[bytes] = metrics(environ, start_response)
-        return answer
+        return shown.get(path, metrics)(environ, start_response)
 
     return page
 

@@ -32,6 +32,7 @@ from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
 from kvstore.metrics import CallMetrics, Readers, make_registry
 from kvstore.node_pages import NodeHealth, NodePages
+from kvstore.page import PATHS, HotPrefixes, NodePage, PageSources
 from kvstore.quantities import format_size
 from kvstore.store import CodecRule, Quota, StoreSettings, open_store
 from kvstore.tiers.memory_limit import memory_limit, share_bytes
@@ -41,6 +42,8 @@ from kvstore.transport.security import security_of
 from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from kvstore.cluster.announcer import Announcer
     from kvstore.cluster.handover import HandOver
     from kvstore.quota_config import QuotaConfig
@@ -127,8 +130,10 @@ def run(config: Config, *, ready: TextIO) -> None:
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats)
         registry = make_registry(readers, server, calls, __version__)
         health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: leaving.unready or server.unready)
-        address = config.server.metrics_address
-        pages = stack.enter_context(contextlib.closing(NodePages(registry, health, address))) if address else None
+        nodes = membership.nodes if config.cluster.directory else tuple
+        prefixes = HotPrefixes(store, clock)
+        sources = PageSources(store.stats, peer_stats, calls, prefixes, nodes, profile.name, __version__, clock)
+        pages = _open_pages(stack, config.server.metrics_address, registry, health, sources)
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
@@ -136,6 +141,16 @@ def run(config: Config, *, ready: TextIO) -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     logger.info("stopped")
+
+
+def _open_pages(
+    stack: contextlib.ExitStack, address: str, registry: CollectorRegistry, health: NodeHealth, sources: PageSources
+) -> NodePages | None:
+    """The node's pages until the stack ends; None: no address was given."""
+    if not address:
+        return None
+    page = stack.enter_context(contextlib.closing(NodePage(sources)))
+    return stack.enter_context(contextlib.closing(NodePages(registry, health, address, dict.fromkeys(PATHS, page))))
 
 
 def keep_freed_memory() -> None:
