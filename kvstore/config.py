@@ -83,7 +83,9 @@ class ServerConfig:
     unix_mode: str = _setting("0600", Kind.TEXT, "Mode of Unix sockets, octal; 0660 lets server.unix_group in.")
     unix_group: str = _setting("", Kind.TEXT, "Group of Unix sockets, by name or number; empty: the server's own.")
     metrics_address: str = _setting(
-        "", Kind.TEXT, "host:port of /metrics, /livez and /readyz, on loopback (port 0: any); empty: no pages."
+        "",
+        Kind.TEXT,
+        "host:port of the node's page, /metrics, /livez and /readyz, on loopback (port 0: any); empty: no pages.",
     )
     grace_seconds: float = _setting(
         5.0, Kind.DURATION, "How long open calls may still run after SIGTERM or SIGINT.", maximum=3600

@@ -93,7 +93,7 @@ def _occupancy(stats: StoreStats) -> str:
         ("Pins", amount(stats.pins)),
         ("Index", size(stats.index_bytes)),
     )
-    return _table("Tiers", ("Tier", "Used", "Bytes", "Capacity", "Blocks"), rows) + facts
+    return _table("What each tier holds", ("Tier", "Used", "Bytes", "Capacity", "Blocks"), rows) + facts
 
 
 def _meter(name: str, tier: TierStats) -> str:
