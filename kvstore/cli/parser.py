@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_check(commands)
     _add_config(commands)
+    _add_dashboards(commands)
     _add_security(commands)
     return parser
 
@@ -208,6 +209,15 @@ def _add_config(commands: Commands) -> None:
     check = _add(parts, "check", "settings:check", "Say whether a settings file is right.")
     check.add_argument("file", metavar="FILE", help="settings in TOML")
     _add_json(check)
+
+
+def _add_dashboards(commands: Commands) -> None:
+    sentence = "Dashboards for Grafana and rules for Prometheus."
+    dashboards = commands.add_parser("dashboards", help=sentence, description=sentence)
+    parts = dashboards.add_subparsers(required=True, metavar="COMMAND")
+    export = _add(parts, "export", "dashboards:export_command", "Write them, and how Grafana finds them, to a folder.")
+    export.add_argument("folder", metavar="DIR", help="made if it is not there; files of the same names are replaced")
+    _add_json(export)
 
 
 def _add_security(commands: Commands) -> None:

@@ -24,7 +24,7 @@ from kvstore.node_pages import NodeHealth, NodePages
 from kvstore.page import PATHS, HotPrefixes, NodePage, PageSources
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="there is no selenium: pip install --group dev")
-from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402  # only where it is there
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402  # only where it is there
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
@@ -105,10 +105,9 @@ def wait_for(browser: webdriver.Chrome, section: str, part: str) -> None:
 
 
 def press(browser: webdriver.Chrome, selector: str, key: str) -> None:
-    """Press a key where a new drawing may take the place of what was found."""
-    WebDriverWait(browser, WAIT_SECONDS, ignored_exceptions=[StaleElementReferenceException]).until(
-        lambda _: browser.find_element(By.CSS_SELECTOR, selector).send_keys(key) is None
-    )
+    """Press a key on what has the focus then, whatever is drawn anew meanwhile."""
+    browser.execute_script("document.querySelector(arguments[0]).focus()", selector)
+    ActionChains(browser).send_keys(key).perform()
 
 
 def keep_picture(browser: webdriver.Chrome, name: str) -> None:
