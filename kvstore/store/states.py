@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.layer_groups import StateCut
 from kvstore.store.sparse import FreedSparse
+from kvstore.store.state_census import StateCensus
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -136,6 +137,12 @@ class _RootStates:
         place = bisect_left(self.paths, state.path)
         assert self.states[place] is state, "the states of a root are out of order"
         del self.paths[place], self.states[place]
+
+    def holds_in_order(self, state: StoredState) -> bool:
+        """Whether a state lies here at the place of its path, and between its neighbours."""
+        place = bisect_left(self.paths, state.path)
+        near = self.paths[max(0, place - 1) : place + 2]
+        return self.states[place : place + 1] == [state] and near == sorted(set(near)) and state.path in near
 
     def _shared(self, place: int, prompt: bytes) -> int:
         """How many tokens the state at a place has in common with a prompt; 0 where there is none."""
@@ -327,30 +334,39 @@ class StateTable:
                 left_over += freed.slots.tolist()
         return np.array(left_over, dtype=np.uint32)
 
-    def problems(self) -> list[str]:
-        """A sentence for each thing that does not agree."""
+    def census(self) -> StateCensus:
+        """All states and their sums at this moment, to be checked later. O(states): takes references."""
+        return StateCensus(
+            by_path=[state for root in self._roots.values() for state in root.states],
+            by_id=list(self._states.values()),
+            by_tier={tier: list(order.values()) for tier, order in self._order.items()},
+            pieces=dict(self._pieces),
+            index_bytes=self.index_bytes,
+        )
+
+    def problems(self, listed: Iterable[StoredState], owners: dict[tuple[Tier, int], StoredState]) -> list[str]:
+        """A sentence for each thing that is wrong with some states, of which those that left meanwhile are passed over.
+
+        `owners` are those of the slots seen so far: one dict for all calls of a check.
+        """
         found = []
-        listed = [state for root in self._roots.values() for state in root.states]
-        if {id(state) for state in listed} != {id(state) for state in self._states.values()}:
-            found.append("the states by path are not those by id")
-        if any(root.paths != sorted(root.paths) for root in self._roots.values()):
-            found.append("the states of a root are out of order")
-        if not all(state.slots and state.attached for state in listed):
-            found.append("a state serves and lies nowhere")
-        slots = [slot for tier in _TIERS for state in listed for slot in state.slots.get(tier, ())]
-        if len(slots) - len(
-            {(tier, slot) for tier in _TIERS for state in listed for slot in state.slots.get(tier, ())}
-        ):
-            found.append("two states lie in one slot")
-        for tier, order in self._order.items():
-            there = [state for state in listed if tier in state.slots]
-            if order.keys() != {state.state_id for state in there}:
-                found.append(f"states in tier {tier.name} are not those that may leave it")
-            if self._pieces[tier] != sum(map(self.records.pieces, there)):
-                found.append(f"the pieces in tier {tier.name} do not add up")
-        if self.index_bytes != sum(state.index_bytes for state in listed):
-            found.append("the bytes of the paths do not add up")
+        for state in listed:
+            if state.attached:
+                found += [f"state {state.state_id.hex()} {problem}" for problem in self._place_problems(state)]
+                found += _slot_problems(state, owners)
         return found
+
+    def _place_problems(self, state: StoredState) -> Iterator[str]:
+        root = self._roots.get(state.root_key)
+        if root is None or not root.holds_in_order(state):
+            yield "is not where its path belongs"
+        if self._states.get(state.state_id) is not state:
+            yield "is not found by its id"
+        if not state.slots:
+            yield "serves and lies nowhere"
+        for tier, order in self._order.items():
+            if (order.get(state.state_id) is state) != (tier in state.slots):
+                yield f"lies in tier {tier.name} and cannot leave it, or the other way round"
 
     def _serving(self, root_key: bytes, prompt: bytes) -> Iterator[tuple[StoredState, int]]:
         root = self._roots.get(root_key)
@@ -404,3 +420,14 @@ class StateTable:
 
 def _cost(state: StoredState) -> tuple[bool, int]:
     return Tier.HOST not in state.slots, state.size_bytes
+
+
+def _slot_problems(state: StoredState, owners: dict[tuple[Tier, int], StoredState]) -> Iterator[str]:
+    for tier, slots in state.slots.items():
+        for slot in slots.tolist():
+            other = owners.get((tier, slot), state)
+            # Who had the slot a moment ago may have lost it meanwhile.
+            if other is not state and slot in other.slots.get(tier, ()):
+                names = f"{other.state_id.hex()} and {state.state_id.hex()}"
+                yield f"states {names} lie in one slot of tier {tier.name}: {slot}"
+            owners[tier, slot] = state

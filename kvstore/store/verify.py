@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvstore.store.room import RoomMaker
     from kvstore.store.space import Space
     from kvstore.store.sparse import SparseGroup
+    from kvstore.store.states import StateTable, StoredState
+    from kvstore.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,18 @@ class Verifier:
             time.sleep(_PAUSE_SECONDS)
         for number, group in enumerate(space.sparse.groups):
             found += self._sparse_problems(space, number, group)
+        return found + ([] if space.states is None else self._state_problems(space.states))
+
+    def _state_problems(self, states: StateTable) -> list[str]:
         with self._room.lock, self._index.lock:
-            return found + ([] if space.states is None else space.states.problems())
+            census = states.census()
+        found = census.problems(states.records)
+        owners: dict[tuple[Tier, int], StoredState] = {}
+        for listed in census.slices(states.records):
+            with self._room.lock, self._index.lock:
+                found += states.problems(listed, owners)
+            time.sleep(_PAUSE_SECONDS)
+        return found
 
     def _sparse_problems(self, space: Space, number: int, group: SparseGroup) -> list[str]:
         with self._index.lock:

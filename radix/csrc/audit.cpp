@@ -235,10 +235,12 @@ bool RadixTree::Audit::FitsOnlyChild(const Node& node) const {
   return child != nullptr && node.block_count() + child->block_count() <= tree_.limits_.edge_blocks;
 }
 
+// Siblings lie in the order in which they were linked, so what goes round in a ring of its own is out of order somewhere.
 void RadixTree::Audit::CheckLinks(uint32_t id, const Node& node, const Node& parent) {
   const Node* before = LiveNode(node.previous_sibling);
   const bool is_first = node.previous_sibling == kNone && parent.first_child == id;
-  const bool follows = before != nullptr && before->next_sibling == id && before->parent == node.parent;
+  const bool follows = before != nullptr && before->next_sibling == id && before->parent == node.parent &&
+                       before->linked > node.linked;
   Expect(is_first || follows, "a child is linked wrongly", id);
   const Node* next = LiveNode(node.next_sibling);
   const bool precedes = next != nullptr && next->previous_sibling == id && next->parent == node.parent;

@@ -52,6 +52,7 @@ struct Node {
   Runs runs;                     // the histories of the blocks
   std::vector<uint64_t> fingerprints;  // of some of the prefixes that end in the node; for policies with ghosts
   uint64_t start_fingerprint = 0;      // of the prefix before the node
+  uint64_t linked = 0;                 // when it became a child, counted; siblings lie from the last to the first
   Key128 end_key{};              // key of the last block; of a root, the root key. Valid where has_end_key.
   std::unique_ptr<std::vector<Key128>> marks;  // keys of the blocks 31, 63, ... of this node, as far as they were needed
   uint32_t parent = kNone;

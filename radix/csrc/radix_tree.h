@@ -378,6 +378,7 @@ class RadixTree {
   uint32_t tier_blocks_[kTierCount] = {0, 0};  // attached blocks with a slot in the tier
   std::unordered_map<uint32_t, Identity> detached_;
   size_t edge_bytes_ = 0;
+  uint64_t links_ = 0;  // nodes that became children so far
   std::unique_ptr<Audit> audit_;  // null where none is under way
   mutable uint64_t steps_ = 0;
   mutable std::atomic<uint64_t> matched_steps_{0};  // of calls that the callers' lock does not cover

@@ -182,6 +182,7 @@ void RadixTree::LinkChild(uint32_t parent_id, uint32_t child_id, const uint32_t*
   Node& parent = nodes_[parent_id];
   Node& child = nodes_[child_id];
   child.parent = parent_id;
+  child.linked = ++links_;
   child.previous_sibling = kNone;
   child.next_sibling = parent.first_child;
   if (parent.first_child != kNone) nodes_[parent.first_child].previous_sibling = child_id;
@@ -213,6 +214,7 @@ void RadixTree::ReplaceChild(uint32_t old_child, uint32_t new_child) {
   children_.Insert(tag, new_child);
   Node& after = nodes_[new_child];
   after.parent = before.parent;
+  after.linked = before.linked;
   after.previous_sibling = before.previous_sibling;
   after.next_sibling = before.next_sibling;
   if (after.next_sibling != kNone) nodes_[after.next_sibling].previous_sibling = new_child;

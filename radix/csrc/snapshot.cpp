@@ -18,10 +18,10 @@ namespace kvstore {
 
 namespace {
 
-// A slice hashes or copies this many blocks and what it has begun, twice as many more at most: 10 us, on a slow core 20.
-constexpr uint32_t kSaveSteps = 64;
-constexpr uint32_t kReachBlocks = 64;
-constexpr uint32_t kSavePieces = 4;    // tables of 2 KiB
+// A slice hashes or copies this many blocks and what it has begun, twice as many more at most: 5 us, on a slow core 10.
+constexpr uint32_t kSaveSteps = 32;
+constexpr uint32_t kReachBlocks = 32;
+constexpr uint32_t kSavePieces = 2;    // tables of 2 KiB
 constexpr uint32_t kSaveGhosts = 32;  // each found in a map
 constexpr size_t kRunBytes = sizeof(Key128) + sizeof(History);
 constexpr size_t kGhostBytes = sizeof(uint64_t) + sizeof(History);

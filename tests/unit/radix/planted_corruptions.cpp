@@ -85,6 +85,20 @@ class Surgeon {
   void CondemnLiveRoot() { tree.condemned_.emplace(tree.roots_.begin()->second, kRoot); }
   void CondemnNothing() { tree.condemned_.emplace(66'666'666, kRoot); }
   Node& condemned_root() { return node(tree.condemned_.begin()->first); }
+  // A third branch of the trunk.
+  void Branch() { Store(Fork(2000, 4), 200, 5); }
+  Ids ChildrenOf(uint32_t node_id) {
+    Ids children;
+    for (uint32_t at = node(node_id).first_child; at != kNone; at = node(at).next_sibling) children.push_back(at);
+    return children;
+  }
+  // The first child of the trunk stays, the others link each other in a ring.
+  void Encircle() {
+    const Ids children = ChildrenOf(trunk);
+    node(children.front()).next_sibling = kNone;
+    node(children.back()).next_sibling = children[1];
+    node(children[1]).previous_sibling = children.back();
+  }
   void SplitForNothing() { tree.Split(leaf, 1); }
   uint32_t Tag(uint32_t node_id) { return tree.Tag(node(node_id).parent, node(node_id).tokens.data()); }
 
@@ -157,6 +171,8 @@ const std::vector<Corruption> kCorruptions = {
     {"a sibling lost", [](Surgeon& s) { s.node(s.node(s.trunk).first_child).next_sibling = kNone; }},
     {"siblings in a circle",
      [](Surgeon& s) { s.node(s.node(s.trunk).first_child).next_sibling = s.node(s.trunk).first_child; }},
+    {"a sibling in a ring of its own", [](Surgeon& s) { s.Encircle(); }},
+    {"siblings in a ring of their own", [](Surgeon& s) { s.Branch(), s.Encircle(); }},
     {"a child of its own descendant", [](Surgeon& s) { s.node(s.leaf).first_child = s.trunk; }},
     {"a link to nowhere", [](Surgeon& s) { s.node(s.leaf).first_child = 88'888'888; }},
     {"a back link changed", [](Surgeon& s) { s.node(s.node(s.trunk).first_child).previous_sibling = s.leaf; }},
