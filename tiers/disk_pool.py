@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.codecs.coding import EncodedBlock, PoolCoding
     from kvstore.tiers.coded_transfer import CodedTransfer
     from kvstore.tiers.faults import FaultCounts
-    from kvstore.tiers.manifest import Manifest
+    from kvstore.tiers.manifest import SlotIndex
     from kvstore.tiers.recovery import FoundBlock
     from kvstore.tiers.slab import Slab, SlotGeometry
     from kvstore.tiers.slab_folder import SlabFolder
@@ -51,7 +51,7 @@ class DiskServices:
     folder: SlabFolder
     transfer: SlotTransfer
     coded: CodedTransfer
-    manifest: Manifest
+    manifest: SlotIndex
     superblock: SuperblockFile
     faults: FaultCounts
     next_sequence: Callable[[], int]
