@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.cluster_config import ClusterConfig, check_cluster
 from kvstore.codec_config import DISK_KIND as DISK_KIND
-from kvstore.codec_config import CodecConfig, check_codecs
+from kvstore.codec_config import CodecConfig, PackedConfig, check_codecs, check_packed
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
@@ -142,6 +142,7 @@ class TiersConfig:
     """Where blocks lie."""
 
     host: HostConfig = field(default_factory=HostConfig)
+    packed: PackedConfig = field(default_factory=PackedConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
 
 
@@ -569,9 +570,10 @@ def _check(config: Config) -> None:
     for name, given in needing.items():
         if given and not config.disk_bytes:
             raise ConfigError(f"tiers.disk.{name} is set without a disk tier; set data_dir too")
-    check_quotas(config.quota, {"host": config.tiers.host.capacity_bytes, "disk": config.disk_bytes})
+    packed_bytes = check_packed(config.tiers.packed, disk_bytes=config.disk_bytes)
+    check_quotas(config.quota, {"host": config.tiers.host.capacity_bytes, "disk": packed_bytes or config.disk_bytes})
     check_cluster(config.cluster)
-    check_codecs(config.codec, config.tiers.disk, disk_bytes=config.disk_bytes)
+    check_codecs(config.codec, config.tiers.disk, {"disk": config.disk_bytes, "packed": packed_bytes})
 
 
 def _origins(chosen: Mapping[str, tuple[object, str]]) -> Iterator[Origin]:

@@ -52,7 +52,7 @@ _FIXED = struct.Struct("<8sIIIIQQQ16s16s16s16sHHIQQ")
 _TOKEN_COUNT = struct.Struct("<20xI")
 _FAULTS = (DiskFault.CORRUPT_HEADER, DiskFault.OTHER_BLOCK, DiskFault.CORRUPT_PAYLOAD)
 
-# One part of one block, by addresses: header page, where its payload is, where that goes (the same: it stays), its bytes.
+# One part of one block, by addresses: header page, payload, where that goes (the same: it stays); and its bytes.
 PartPlace = tuple[int, int, int, int]
 
 

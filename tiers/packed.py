@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError, StorageError
 from kvstore.tiers.coded_transfer import CodedTransfer
+from kvstore.tiers.directory import SECRET_BYTES
 from kvstore.tiers.disk import IO_THREADS, DiskTier
 from kvstore.tiers.disk_opening import DiskFiles
 from kvstore.tiers.disk_pool import DiskServices
@@ -29,8 +30,6 @@ from kvstore.tiers.transfer import SlotTransfer
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-    from kvstore.tiers.file_io import FileIo
-
 _PLACE = Path("packed memory")
 _NO_BOOT = bytes(16)
 
@@ -39,31 +38,36 @@ class PackedTier(DiskTier):
     """A PersistentTier whose blocks end with the process: nothing is found again, and flush() has nothing to do."""
 
     @classmethod
-    def in_memory(cls, capacity_bytes: int, *, io_threads: int = IO_THREADS, io: FileIo | None = None) -> PackedTier:
-        """Serve `capacity_bytes` of memory, taken slab by slab.
-
-        Raises ConfigError where the machine and its control groups do not have so much now, StorageError where there
-        are no memory files.
-        """
-        limit = memory_limit()
-        if limit is not None and capacity_bytes > limit.available_bytes:
-            raise ConfigError(
-                f"packed memory is {capacity_bytes} bytes, more than the {limit.available_bytes} that {limit.source} "
-                "leaves; lower it, or raise the limit"
-            )
+    def in_memory(cls, capacity_bytes: int, *, io_threads: int = IO_THREADS) -> PackedTier:
+        """Serve `capacity_bytes` of memory, taken slab by slab. Raises StorageError where there are no memory files."""
         files = MemoryIo(capacity_bytes)
         try:
             with ExitStack() as undo:
                 undo.callback(files.close_all)
-                tier = cls(_open(files if io is None else io, files, capacity_bytes, io_threads, undo))
+                tier = cls(_open(files, capacity_bytes, io_threads, undo))
                 undo.pop_all()
         except OSError as error:
             raise StorageError(f"cannot make files in memory: {error.strerror or error}") from error
         return tier
 
+    @property
+    def label(self) -> str:
+        """What statistics call it; see VolatileTier."""
+        return "packed"
+
     def flush(self) -> None:
         """Nothing written here is found again, so there is nothing to wait for."""
         self._check_open()
+
+
+def require_memory(packed_bytes: int, host_bytes: int) -> None:
+    """Raise ConfigError where the machine and its control groups do not leave so much, before any of it is taken."""
+    limit = memory_limit()
+    if limit is not None and packed_bytes + host_bytes > limit.available_bytes:
+        raise ConfigError(
+            f"packed_bytes is {packed_bytes} beside {host_bytes} bytes of host memory, more than the "
+            f"{limit.available_bytes} that the {limit.source} leaves; lower one, or raise the limit"
+        )
 
 
 class MemoryIo(SystemIo):
@@ -104,7 +108,7 @@ class MemoryIo(SystemIo):
     def sync(self, fd: int) -> None:
         """Memory has nothing more stable than itself."""
 
-    def space(self, path: Path) -> FileSystemSpace:
+    def space(self, path: Path) -> FileSystemSpace:  # noqa: ARG002  # that of FileIo
         """All of the capacity, which the owner of the slabs keeps account of."""
         return FileSystemSpace(self._capacity_bytes, self._capacity_bytes)
 
@@ -134,11 +138,11 @@ class NoIndex:
 
     file_bytes = 0
 
-    def put(self, rows: Iterable[tuple[bytes, bytes]]) -> bool:
+    def put(self, rows: Iterable[tuple[bytes, bytes]]) -> bool:  # noqa: ARG002  # those of SlotIndex
         """Nothing to write."""
         return True
 
-    def delete(self, keys: Iterable[bytes]) -> bool:
+    def delete(self, keys: Iterable[bytes]) -> bool:  # noqa: ARG002
         """Nothing to delete."""
         return True
 
@@ -150,31 +154,49 @@ class NoIndex:
         """Nothing to close."""
 
 
-class NoHints:
-    """Stands where the files of policies and pins do, which are for another start."""
+class MemoryHints:
+    """Stands where the files of policies and pins do: what was saved last of each namespace. Thread-safe."""
 
-    bytes_max = 0
-    file_bytes = 0
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._saved: dict[bytes, bytes] = {}
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all that is saved."""
+        with self._lock:
+            return sum(map(len, self._saved.values()))
 
     def keep(self, ns_ids: Container[bytes]) -> None:
-        """Nothing is there."""
+        """Forget what is of other namespaces."""
+        with self._lock:
+            self._saved = {ns_id: content for ns_id, content in self._saved.items() if ns_id in ns_ids}
 
     def load(self, ns_id: bytes) -> bytes | None:
-        """Nothing was saved."""
-        return None
+        """What was saved last of a namespace; None where there is nothing."""
+        with self._lock:
+            return self._saved.get(ns_id)
 
     def save(self, ns_id: bytes, content: bytes) -> bool:
-        """True: it lasts as long as the process does, in whose memory it is anyway."""
+        """Replace it; false, and the old one is there still, where it has no room."""
+        with self._lock:
+            others = sum(len(saved) for name, saved in self._saved.items() if name != ns_id)
+            if others + len(content) > self.bytes_max:
+                return False
+            self._saved[ns_id] = content
         return True
 
     def refuse(self) -> None:
-        """Nothing was loaded that could be of no use."""
+        """What was of no use to its reader stays until it is replaced."""
 
     def remove(self, ns_id: bytes) -> None:
-        """Nothing is there."""
+        """Forget what was saved of a namespace."""
+        with self._lock:
+            self._saved.pop(ns_id, None)
 
 
-def _open(io: FileIo, files: MemoryIo, capacity_bytes: int, io_threads: int, undo: ExitStack) -> DiskFiles:
+def _open(io: MemoryIo, capacity_bytes: int, io_threads: int, undo: ExitStack) -> DiskFiles:
     """An empty tier. Raises OSError."""
     faults = FaultCounts()
     volume = SlabVolume(io, _PLACE, faults, free_floor_bytes=0)
@@ -185,5 +207,5 @@ def _open(io: FileIo, files: MemoryIo, capacity_bytes: int, io_threads: int, und
     coded = CodedTransfer(transfer, io, None, next_sequence)
     superblock = SuperblockFile(io, _PLACE / "superblock", Superblock(1, _NO_BOOT, clean=False))
     services = DiskServices(folder, transfer, coded, NoIndex(), superblock, faults, next_sequence)
-    hints = NoHints()
-    return DiskFiles(MemoryPlace(files), (), services, os.urandom(32), hints, hints, [], {})
+    policies, pins = (MemoryHints(folder.policy_bytes_max // 2) for _ in range(2))
+    return DiskFiles(MemoryPlace(io), (), services, os.urandom(SECRET_BYTES), policies, pins, [], {})
