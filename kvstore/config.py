@@ -263,6 +263,14 @@ class StoreConfig:
         "(what was used twice); or write_through: all that is stored.",
         choices=DISK_ADMISSIONS,
     )
+    extent_bytes: int | None = _setting(
+        None,
+        Kind.SIZE,
+        "Host memory that a namespace takes at a time; with less, more small namespaces have room beside each other.",
+        minimum=2**16,
+        maximum=SIZE_BYTES_MAX,
+        auto="a sixteenth of host memory, 4MiB to 256MiB",
+    )
     store_bytes_per_second: int | None = _setting(
         None,
         Kind.SIZE,

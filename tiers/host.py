@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.memory_limit import MemoryLimit
     from kvstore.types import Slots
 
-EXTENT_BYTES_MIN = 1 << 20
-_EXTENTS_USUAL = 64  # each namespace with blocks takes one at least, so as many small ones have room beside each other
+EXTENT_BYTES_MIN = 4 << 20
 _EXTENTS_MIN = 4  # so that namespaces have room beside each other in a small memory, too
 EXTENT_BYTES_MAX = 256 << 20
 EXTENTS_MAX = 1024  # each takes a descriptor; where it would be more, extents are larger
@@ -390,9 +389,9 @@ def _place_of(slot_range: SlotRange, extent: Extent) -> ExtentPlace:
 
 
 def default_extent_bytes(capacity_bytes: int) -> int:
-    """A 64th of the capacity between 1 and 256 MiB; less where they were too few, more where too many."""
+    """A sixteenth of the capacity between 4 and 256 MiB; less where they were too few, more where too many."""
     least = min(EXTENT_BYTES_MIN, max(1, capacity_bytes // _EXTENTS_MIN))
-    usual = min(max(capacity_bytes // _EXTENTS_USUAL, least), EXTENT_BYTES_MAX)
+    usual = min(max(capacity_bytes // 16, least), EXTENT_BYTES_MAX)
     if usual * EXTENTS_MAX >= capacity_bytes:
         return usual
     return -(-capacity_bytes // EXTENTS_MAX // _MIB) * _MIB

@@ -64,7 +64,12 @@ def open_store(
     if packed_bytes:
         _check_packed(packed_bytes, host_bytes, disk_bytes, settings)
     settings.check_capacities(host_bytes, packed_bytes or disk_bytes)
-    host = HostTier(host_bytes, freed_fill=POISON if settings.poison_freed else None, memory=settings.host_memory)
+    host = HostTier(
+        host_bytes,
+        extent_bytes=settings.extent_bytes,
+        freed_fill=POISON if settings.poison_freed else None,
+        memory=settings.host_memory,
+    )
     disk: PersistentTier | None = None
     try:
         if packed_bytes:
