@@ -12,7 +12,7 @@ from kvstore.tiers.codecs.known_keys import KnownKeys, require_keys, still_neede
 from kvstore.tiers.coded_header import CodedHeader
 from kvstore.tiers.coded_transfer import CodedTransfer
 from kvstore.tiers.directory import boot_id
-from kvstore.tiers.disk_pool import DiskServices
+from kvstore.tiers.disk_services import DiskServices
 from kvstore.tiers.faults import DiskFault, FaultCounts
 from kvstore.tiers.further_folders import FOLDERS_MAX, FolderSet
 from kvstore.tiers.manifest import Manifest, read_rows, row_key

@@ -18,7 +18,7 @@ from kvstore.tiers.coded_transfer import CodedTransfer
 from kvstore.tiers.directory import SECRET_BYTES
 from kvstore.tiers.disk import IO_THREADS, DiskTier
 from kvstore.tiers.disk_opening import DiskFiles
-from kvstore.tiers.disk_pool import DiskServices
+from kvstore.tiers.disk_services import DiskServices
 from kvstore.tiers.faults import FaultCounts
 from kvstore.tiers.file_io import FileSystemSpace, SystemIo
 from kvstore.tiers.memory_limit import memory_limit
