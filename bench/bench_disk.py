@@ -4,16 +4,19 @@
 
 Blocks of 256 KiB, 1 MiB and 4 MiB are written and read through a DiskPool, taking turns with fio, which reads and
 writes the same slab files with O_DIRECT: threads with preadv/pwritev at the same depth, io_uring and libaio. Where
-fio is missing, a loop of preadv/pwritev in as many threads stands in, and `floor` says so. The tier's own calls are
-measured with its checksum, without, and, for reads, into rows that are not page-aligned. Rates are GB/s (1e9 bytes of
-payload), medians; `share` is that of fio's threads at the same depth, `cpu` is CPU seconds per GB of this process, or
-of fio.
+fio is missing, a loop of preadv/pwritev in as many threads stands in, and `floor` says so. fio moves one buffer again
+and again, which stays in the cache; "threads, same memory" is such a loop over the very rows that the tier moves. The
+tier's own calls are measured from and to plain pages and huge ones, and, for reads, into rows that are not
+page-aligned; "checksum alone" is what one thread takes for it, so what the tier takes besides is the difference.
+Rates are GB/s (1e9 bytes of payload), medians; `share` is that of fio's threads at the same depth, `cpu` is CPU seconds
+per GB of this process, or of fio.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -23,16 +26,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 import numpy as np
 from machine import describe
 
-from kvstore.tiers import transfer
 from kvstore.tiers.base import BlockIdentity
 from kvstore.tiers.buffers import PAGE_BYTES, aligned_bytes
+from kvstore.tiers.checksum import array_digest
 from kvstore.tiers.disk import DiskTier
 
 if TYPE_CHECKING:
@@ -68,22 +71,30 @@ class Blocks:
     pool: DiskPool
     slots: np.ndarray
     rows: np.ndarray
-    target: np.ndarray
+    huge_rows: np.ndarray
     unaligned: np.ndarray
     identities: list[BlockIdentity]
 
-    def write(self) -> None:
-        assert self.pool.write(self.slots, self.identities, [(row,) for row in self.rows]).all()
+    def write(self, rows: np.ndarray) -> None:
+        assert self.pool.write(self.slots, self.identities, [(row,) for row in rows]).all()
 
-    def read(self) -> None:
-        assert self.pool.read(self.slots, self.identities, self.target).all()
+    def read(self, rows: np.ndarray) -> None:
+        assert self.pool.read(self.slots, self.identities, rows).all()
 
-    def read_unaligned(self) -> None:
-        assert self.pool.read(self.slots, self.identities, self.unaligned).all()
+    def digest(self) -> None:
+        for row in self.rows:
+            array_digest(row)
 
     @property
     def paths(self) -> list[Path]:
         return [slab.path for slab in self.pool.slabs]
+
+
+def plain_pages(size_bytes: int) -> np.ndarray:
+    """Page-aligned memory of 4 KiB pages, whatever the system would rather give."""
+    memory = mmap.mmap(-1, size_bytes)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 @contextmanager
@@ -94,16 +105,18 @@ def opened(folder: Path, block_bytes: int, depth: int, count: int) -> Iterator[B
     tier = DiskTier.open(path, capacity_bytes=capacity_bytes, io_threads=depth, free_floor_bytes=0)
     try:
         pool = tier.pool(NS_ID, (block_bytes,), BLOCK_TOKENS)
-        rows, target = (aligned_bytes(count * block_bytes).reshape(count, block_bytes) for _ in range(2))
+        rows = plain_pages(count * block_bytes).reshape(count, block_bytes)
+        huge_rows = aligned_bytes(count * block_bytes).reshape(count, block_bytes)
         unaligned = aligned_bytes(count * block_bytes + 64)[64:].reshape(count, block_bytes)
         rows[:] = np.random.default_rng(1).integers(0, 256, block_bytes, dtype=np.uint8)
+        huge_rows[:] = rows
         tokens = np.zeros(BLOCK_TOKENS, dtype="<u4").tobytes()
         identities = [
             BlockIdentity(b"r" * 16, i.to_bytes(16, "big"), (i + 1).to_bytes(16, "big"), tokens) for i in range(count)
         ]
         slots = pool.allocate(count)
         assert len(slots) == count, "the file system has no room for this; choose another --dir"
-        yield Blocks(tier, pool, slots, rows, target, unaligned, identities)
+        yield Blocks(tier, pool, slots, rows, huge_rows, unaligned, identities)
     finally:
         tier.close()
         shutil.rmtree(path)
@@ -131,23 +144,33 @@ def fio(paths: list[Path], direction: str, block_bytes: int, engine: str, depth:
     return share / (moved["bw_bytes"] / 1e9), cpu_seconds
 
 
-def python_floor(paths: list[Path], direction: str, block_bytes: int, depth: int) -> tuple[float, float]:
-    """The same by preadv or pwritev in threads: what stands in where there is no fio."""
+def python_floor(
+    paths: list[Path], direction: str, block_bytes: int, depth: int, rows: np.ndarray | None = None
+) -> tuple[float, float]:
+    """The same by preadv or pwritev in threads, from or to `rows`, else one buffer in each thread, as fio does it."""
     flags = os.O_DIRECT | (os.O_RDONLY if direction == "read" else os.O_WRONLY)
     call = os.preadv if direction == "read" else os.pwritev
+    moves = [
+        (path, offset)
+        for path in paths
+        for offset in range(PAGE_BYTES, path.stat().st_size - block_bytes + 1, block_bytes)
+    ]
+    files = {path: os.open(path, flags) for path in paths}
 
-    def move(some: list[Path]) -> None:
-        buffer = aligned_bytes(block_bytes).data
-        for path in some:
-            fd = os.open(path, flags)
-            for offset in range(PAGE_BYTES, path.stat().st_size - block_bytes + 1, block_bytes):
-                call(fd, [buffer], offset)
+    def move(job: int) -> None:
+        buffer = aligned_bytes(block_bytes)
+        for number in range(job, len(moves), depth):
+            path, offset = moves[number]
+            call(files[path], [(buffer if rows is None else rows[number % len(rows)]).data], offset)
+
+    try:
+        return timed(lambda: run_in_threads(move, range(depth)))
+    finally:
+        for fd in files.values():
             os.close(fd)
 
-    return timed(lambda: run_in_threads(move, [paths[job::depth] for job in range(min(depth, len(paths)))]))
 
-
-def run_in_threads(call: Callable[[list[Path]], None], jobs: list[list[Path]]) -> None:
+def run_in_threads(call: Callable[[int], None], jobs: range) -> None:
     with ThreadPoolExecutor(len(jobs)) as threads:
         list(threads.map(call, jobs))
 
@@ -172,22 +195,22 @@ def measure(folder: Path, block_bytes: int, depth: int, count: int, rounds: int)
     with opened(folder, block_bytes, depth, count) as blocks:
         held = sum((path.stat().st_size - PAGE_BYTES) // block_bytes * block_bytes for path in blocks.paths)
         scale = count * block_bytes / held  # fio fills the files, blocks may not
-        blocks.write()  # first writes of fresh files cost their extents
+        blocks.write(blocks.rows)  # first writes of fresh files cost their extents
         for _ in range(rounds):
             for direction, own in (("write", blocks.write), ("read", blocks.read)):
                 for engine in engines:
                     spent = fio(blocks.paths, direction, block_bytes, engine, depth)
                     keep(direction, f"fio {engine}", (spent[0] * scale, spent[1] * scale))
-                if not engines:
-                    spent = python_floor(blocks.paths, direction, block_bytes, depth)
-                    keep(direction, "python threads", (spent[0] * scale, spent[1] * scale))
-                if direction == "write":
-                    with patch.object(transfer, "digest", lambda _: 0):
-                        keep(direction, "tier, no checksum", timed(own))
-                        keep("read", "tier, no checksum", timed(blocks.read))
+                for way, memory in (("threads, one buffer", None), ("threads, same memory", blocks.rows)):
+                    spent = python_floor(blocks.paths, direction, block_bytes, depth, memory)
+                    keep(direction, way, (spent[0] * scale, spent[1] * scale))
+                if direction == "write":  # what the floor wrote is no block; and it filled the rows when it read
+                    blocks.write(blocks.huge_rows)
                 else:
-                    keep(direction, "tier, unaligned rows", timed(blocks.read_unaligned))
-                keep(direction, "tier", timed(own))
+                    keep(direction, "tier, unaligned rows", timed(partial(own, blocks.unaligned)))
+                keep(direction, "tier, huge pages", timed(partial(own, blocks.huge_rows)))
+                keep(direction, "tier", timed(partial(own, blocks.rows)))
+                keep(direction, "checksum alone", timed(blocks.digest))
     return [row for direction in ("write", "read") for row in rows_of(taken, direction, block_bytes, depth)]
 
 
@@ -195,7 +218,7 @@ def rows_of(
     taken: dict[tuple[str, str], Taken], direction: str, block_bytes: int, depth: int
 ) -> Iterator[dict[str, object]]:
     ways = {way: found.row() for (kind, way), found in taken.items() if kind == direction}
-    floor = ways.get("fio psync") or ways["python threads"]
+    floor = ways.get("fio psync") or ways["threads, one buffer"]
     for way, row in ways.items():
         share = round(row["gb_per_s"] / floor["gb_per_s"], 3)
         found = {"op": direction, "block_kib": block_bytes >> 10, "depth": depth, "way": way, **row, "share": share}

@@ -1,4 +1,4 @@
-"""What a codec in host memory would bring: hits gained on a trace, against the seconds that loads and stores lose.
+"""What codecs for blocks in memory bring: hits gained on a trace, against the seconds that loads and stores lose.
 
     python bench/bench_host_codecs.py --traces DIR [--policy lru] [--capacities 1%,5%] [--json FILE]
 
@@ -16,6 +16,9 @@ row says, in nanoseconds for each byte of KV that the trace asks for:
 
 `net_compute` is the most that may be won without a disk, `net_disk` with one: gain less the loss on loads, the encoding
 left out. A codec is worth building where one is above zero, and above zero after `encode` where CPUs are not idle.
+
+`packed_...` is what there is (`tiers.packed`): half of the same bytes is host memory as it is, and the other half holds
+`ratio` times the blocks, of what left it. Only what leaves is encoded, and only hits there are decoded.
 """
 
 from __future__ import annotations
@@ -43,12 +46,14 @@ from kvstore.tiers.codecs.registry import make_codec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvstore.replay.run import ReplayRow
     from kvstore.tiers.codecs.base import Codec, Encoded
 
 CODECS = ("blosc2", "fp8", "int8")
 TRACES = ("lmcache_agents", "mooncake_synthetic", "mooncake_conversation")
 COMPUTE_NS = (0.4, 1.5)
 ROUNDS = 9
+HOST_SHARE = 2  # of the bytes, host memory in front of packed memory is one part of so many
 
 
 def codec_costs(megabytes: int) -> dict[str, dict[str, float]]:
@@ -95,6 +100,15 @@ def rows_of(
         capacity = parse_capacity(text, unique_blocks=trace.unique_blocks, block_bytes=TRACE_BLOCK_BYTES)
         return replay.run(policy, capacity).token_hit_rate
 
+    @cache
+    def packed_row(blocks: int, ratio: float) -> ReplayRow:
+        host_blocks = max(1, blocks // HOST_SHARE)
+        counts = (host_blocks, int((blocks - host_blocks) * ratio))
+        texts = [str(min(count, trace.unique_blocks)) for count in counts]
+        sizes = {"unique_blocks": trace.unique_blocks, "block_bytes": TRACE_BLOCK_BYTES}
+        host, below = (parse_capacity(text, **sizes) for text in texts)
+        return replay.run(policy, host, below, admission="demotion")
+
     rows: list[dict[str, object]] = []
     for text in capacities.split(","):
         plain_blocks = parse_capacity(text, unique_blocks=trace.unique_blocks, block_bytes=TRACE_BLOCK_BYTES).blocks
@@ -105,7 +119,17 @@ def rows_of(
             gain_compute = [gained * ns for ns in COMPUTE_NS]
             gain_disk = gained * (disk_ns - cost["decode"])
             loss_load = hits * (cost["decode"] - cost["memcpy"])
+            packed = packed_row(plain_blocks, cost["ratio"])
+            packed_gain = (packed.token_hit_rate - plain) * COMPUTE_NS[1]
+            packed_loss = packed.disk_token_hit_rate * cost["decode"]
+            moved = packed.demoted_bytes / TRACE_BLOCK_BYTES * trace.block_tokens / packed.tokens
             figures = {
+                "packed_hits": packed.token_hit_rate,
+                "packed_hits_as_they_are": packed.host_token_hit_rate,
+                "packed_gain_large": packed_gain,
+                "packed_loss": packed_loss,
+                "packed_encode": moved * cost["encode"],
+                "packed_net": packed_gain - packed_loss,
                 "ratio": cost["ratio"],
                 "hits_plain": plain,
                 "hits": hits,

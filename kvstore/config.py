@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.cluster_config import ClusterConfig, check_cluster
 from kvstore.codec_config import DISK_KIND as DISK_KIND
-from kvstore.codec_config import CodecConfig, check_codecs
+from kvstore.codec_config import CodecConfig, PackedConfig, check_codecs, check_packed
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
@@ -144,6 +144,7 @@ class TiersConfig:
     """Where blocks lie."""
 
     host: HostConfig = field(default_factory=HostConfig)
+    packed: PackedConfig = field(default_factory=PackedConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
 
 
@@ -263,6 +264,14 @@ class StoreConfig:
         "What is written to disk of what leaves host memory: worth (what is likely to be used), demotion (all), reuse "
         "(what was used twice); or write_through: all that is stored.",
         choices=DISK_ADMISSIONS,
+    )
+    extent_bytes: int | None = _setting(
+        None,
+        Kind.SIZE,
+        "Host memory that a namespace takes at a time; with less, more small namespaces have room beside each other.",
+        minimum=2**16,
+        maximum=SIZE_BYTES_MAX,
+        auto="a sixteenth of host memory, 4MiB to 256MiB",
     )
     store_bytes_per_second: int | None = _setting(
         None,
@@ -571,9 +580,10 @@ def _check(config: Config) -> None:
     for name, given in needing.items():
         if given and not config.disk_bytes:
             raise ConfigError(f"tiers.disk.{name} is set without a disk tier; set data_dir too")
-    check_quotas(config.quota, {"host": config.tiers.host.capacity_bytes, "disk": config.disk_bytes})
+    packed_bytes = check_packed(config.tiers.packed, disk_bytes=config.disk_bytes)
+    check_quotas(config.quota, {"host": config.tiers.host.capacity_bytes, "disk": packed_bytes or config.disk_bytes})
     check_cluster(config.cluster)
-    check_codecs(config.codec, config.tiers.disk, disk_bytes=config.disk_bytes)
+    check_codecs(config.codec, config.tiers.disk, {"disk": config.disk_bytes, "packed": packed_bytes})
 
 
 def _origins(chosen: Mapping[str, tuple[object, str]]) -> Iterator[Origin]:

@@ -185,6 +185,7 @@ def _open(config: Config) -> Store:
         config.data_dir or None,
         host_bytes=host_bytes(config),
         disk_bytes=config.disk_bytes,
+        packed_bytes=config.tiers.packed.capacity_bytes,
         further_paths=config.tiers.disk.further_dirs,
         free_floor_bytes=config.tiers.disk.free_floor_bytes,
         disk_kind=config.tiers.disk.kind,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.tiers.checksum import digest
+from kvstore.tiers.checksum import copy_and_digest, digest
 from kvstore.tiers.codecs.aes_gcm import SEGMENT_BYTES, TAG_BYTES, sealed_bytes
 from kvstore.tiers.codecs.coding import NO_DIGEST, fingerprint
 from kvstore.tiers.codecs.none import NONE
@@ -74,11 +74,12 @@ def lay_out(
         end = start + _stored_bytes(len(part.data), cipher is not None)
         stored = span[start:end]
         if cipher is None:
-            np.copyto(stored, part.data)
+            stored_digest = copy_and_digest(stored, part.data)
         else:
             piece = cipher.seal_payload(part.data, stored, place.sequence, piece, clear)
+            stored_digest = digest(stored.data)
         sizes = (part.raw_bytes, end - start, part.codec)
-        parts.append(StoredPart(*sizes, part.error, digest(stored.data), part.raw_digest))
+        parts.append(StoredPart(*sizes, part.error, stored_digest, part.raw_digest))
         start = end
     inside = Inside(block.pipeline.number, block.fingerprint, identity, tuple(parts))
     packed = seal_header(clear, inside, place.sequence, cipher)

@@ -16,7 +16,6 @@ from kvstore.tiers.disk_pool import DiskPool
 from kvstore.tiers.disk_scrub import scrub_step
 from kvstore.tiers.file_io import SystemIo
 from kvstore.tiers.persistent import RecoveredNamespace
-from kvstore.tiers.policy_files import PINS_KIND, PolicyFiles
 from kvstore.tiers.slab import PARTS_MAX, slot_geometry
 from kvstore.tiers.slots import as_slots
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.base import RecoveredBlock
     from kvstore.tiers.codecs.coding import PoolCoding
     from kvstore.tiers.codecs.keys import KeyProvider
-    from kvstore.tiers.disk_opening import DiskFiles
+    from kvstore.tiers.disk_opening import DiskFiles, HintFiles
     from kvstore.tiers.file_io import FileIo
     from kvstore.tiers.persistent import ScrubStep
     from kvstore.types import Slots
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IO_THREADS = 4
-_PINS_SHARE = 8  # of what policy files may take
-_PINS_BYTES_MIN = 64 << 10  # less only where that is half of it: 200 pins, and the file that replaces theirs
 
 
 class DiskTier:
@@ -49,16 +46,14 @@ class DiskTier:
     Locks: the tier's lock guards the fields below; it is not held while a pool's lock is taken or a file is written.
     """
 
-    def __init__(self, files: DiskFiles, io: FileIo) -> None:
-        """Takes over what is open and recovered; only open() calls this."""
-        self._directory = files.directory
+    def __init__(self, files: DiskFiles) -> None:
+        """Takes over what is open and recovered; only what opens it calls this."""
+        self._place = files.place
         self._folders = files.folders
-        self._services = services = files.services
+        self._services = files.services
         self._secret = files.secret
-        path, hints_bytes = files.directory.policy_path, services.folder.policy_bytes_max
-        pins_bytes = min(max(hints_bytes // _PINS_SHARE, _PINS_BYTES_MIN), hints_bytes // 2)
-        self.policy_files = PolicyFiles(io, path, services.faults, hints_bytes - pins_bytes)
-        self.pin_files = PolicyFiles(io, path, services.faults, pins_bytes, PINS_KIND)
+        self.policy_files = files.policy_files
+        self.pin_files = files.pin_files
         self._clearing = threading.Lock()
         self._lock = threading.Lock()
         self._pools: dict[bytes, DiskPool] = {}
@@ -96,7 +91,7 @@ class DiskTier:
         )
         try:
             with ExitStack() as undo:
-                tier = cls(open_files(DataDirectory(Path(path)), settings, io, undo), io)
+                tier = cls(open_files(DataDirectory(Path(path)), settings, io, undo))
                 undo.pop_all()
         except OSError as error:
             raise StorageError(
@@ -267,12 +262,13 @@ class DiskTier:
             self._services.superblock.mark_clean()
         except (OSError, StorageError) as error:
             # Without the mark the next start verifies more; nothing is lost that was not lost already.
-            logger.warning("disk tier not closed cleanly: path=%s cause=%s", self._directory.path, error)
+            logger.warning("disk tier not closed cleanly: path=%s cause=%s", self._place.path, error)
         finally:
             self._services.manifest.close()
             self._services.folder.close()
-            self._folders.close()
-            self._directory.close()
+            for further in self._folders:
+                further.close()
+            self._place.close()
 
     def scrub(self, after: int, limit_bytes: int) -> ScrubStep:
         """Read and verify the blocks behind a position, at most `limit_bytes` of slots but at least one.
@@ -304,7 +300,7 @@ class DiskTier:
             self.forget(ns_id)
 
     @property
-    def _hints(self) -> tuple[PolicyFiles, ...]:
+    def _hints(self) -> tuple[HintFiles, ...]:
         return self.policy_files, self.pin_files
 
     def _remove_hints(self, ns_id: bytes) -> None:
@@ -323,7 +319,7 @@ class DiskTier:
     def _sync(self) -> None:
         synced = [self._services.transfer.sync(slab) for slab in self._services.folder.open_slabs()]
         if not all((*synced, self._services.manifest.sync())):
-            raise StorageError(f"cannot flush {self._directory.path}: the disk reports errors; check the kernel log")
+            raise StorageError(f"cannot flush {self._place.path}: the disk reports errors; check the kernel log")
 
     def _check_open(self) -> None:
         if self._closed:

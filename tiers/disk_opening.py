@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.codecs.aes_gcm import BlockCipher
@@ -12,10 +12,12 @@ from kvstore.tiers.codecs.known_keys import KnownKeys, require_keys, still_neede
 from kvstore.tiers.coded_header import CodedHeader
 from kvstore.tiers.coded_transfer import CodedTransfer
 from kvstore.tiers.directory import boot_id
-from kvstore.tiers.disk_pool import DiskServices
+from kvstore.tiers.disk_services import DiskServices
 from kvstore.tiers.faults import DiskFault, FaultCounts
 from kvstore.tiers.further_folders import FOLDERS_MAX, FolderSet
 from kvstore.tiers.manifest import Manifest, read_rows, row_key
+from kvstore.tiers.persistent import PolicyStorage
+from kvstore.tiers.policy_files import PINS_KIND, PolicyFiles
 from kvstore.tiers.recovery import SlabScanner, newest_copies
 from kvstore.tiers.slab_folder import SlabFolder
 from kvstore.tiers.slab_volume import NUMBER_BITS, SlabVolume
@@ -23,13 +25,14 @@ from kvstore.tiers.superblock import Superblock, SuperblockFile, load_superblock
 from kvstore.tiers.transfer import SlotTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
     from contextlib import ExitStack
     from pathlib import Path
 
     from kvstore.tiers.codecs.keys import KeyProvider
     from kvstore.tiers.directory import DataDirectory
     from kvstore.tiers.file_io import FileIo
+    from kvstore.tiers.further_folders import FurtherFolder
     from kvstore.tiers.recovery import FoundBlock
     from kvstore.tiers.slab import Slab
 
@@ -38,6 +41,34 @@ _SEQUENCE_BITS = 40
 # LMDB's hard limit, a share of the capacity; the slab folder reckons with less for the rows of its slots.
 _INDEX_SHARE = 8
 _INDEX_MAP_BYTES_MIN = 1 << 20
+_PINS_SHARE = 8  # of what policy files may take
+_PINS_BYTES_MIN = 64 << 10  # less only where that is half of it: 200 pins, and the file that replaces theirs
+
+
+class Place(Protocol):
+    """What holds the files of a tier while it is open."""
+
+    @property
+    def path(self) -> Path:
+        """What messages call it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; idempotent."""
+        ...
+
+
+class HintFiles(PolicyStorage, Protocol):
+    """What the tier itself asks of the files of policies and pins."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Real bytes of all files."""
+        ...
+
+    def keep(self, ns_ids: Container[bytes]) -> None:
+        """Find what is there; remove what is of other namespaces."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +84,14 @@ class DiskSettings:
 
 @dataclass(frozen=True, slots=True)
 class DiskFiles:
-    """An open data directory, its slabs and the blocks found in them."""
+    """An open data directory, its slabs and the blocks found in them; likewise of a tier in memory."""
 
-    directory: DataDirectory
-    folders: FolderSet
+    place: Place
+    folders: Sequence[FurtherFolder]
     services: DiskServices
     secret: bytes
+    policy_files: HintFiles
+    pin_files: HintFiles
     slabs: list[Slab]
     _blocks: dict[int, list[FoundBlock]]
 
@@ -124,7 +157,17 @@ def open_files(directory: DataDirectory, settings: DiskSettings, io: FileIo, und
     blocks: dict[int, list[FoundBlock]] = {}
     for block in kept:
         blocks.setdefault(block.slab.number, []).append(block)
-    return DiskFiles(directory, folders, services, secret, slabs, blocks)
+    hints = _hint_files(io, directory, folder.policy_bytes_max, faults)
+    return DiskFiles(directory, folders.folders, services, secret, *hints, slabs, blocks)
+
+
+def _hint_files(
+    io: FileIo, directory: DataDirectory, bytes_max: int, faults: FaultCounts
+) -> tuple[PolicyFiles, PolicyFiles]:
+    """Those of policies and of pins."""
+    path, pins_bytes = directory.policy_path, min(max(bytes_max // _PINS_SHARE, _PINS_BYTES_MIN), bytes_max // 2)
+    policies = PolicyFiles(io, path, faults, bytes_max - pins_bytes)
+    return policies, PolicyFiles(io, path, faults, pins_bytes, PINS_KIND)
 
 
 def _next_start(before: Superblock, slabs: list[Slab], folders: FolderSet, found: Sequence[FoundBlock]) -> Superblock:

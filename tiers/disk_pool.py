@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from kvstore.tiers.codecs.coding import encode_block, no_coding
 from kvstore.tiers.coded_slot import block_bytes, block_bytes_max, usual_bytes
 from kvstore.tiers.coded_transfer import BlockToWrite
 from kvstore.tiers.faults import DiskFault
+from kvstore.tiers.kind_ranges import KindRanges
 from kvstore.tiers.manifest import row_key
 from kvstore.tiers.size_classes import RecentSizes, class_bytes, fit
 from kvstore.tiers.slab import coded_geometry, file_bytes, slab_bytes
@@ -27,34 +27,18 @@ if TYPE_CHECKING:
 
     from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask, SlotRange
     from kvstore.tiers.codecs.coding import EncodedBlock, PoolCoding
-    from kvstore.tiers.coded_transfer import CodedTransfer
-    from kvstore.tiers.faults import FaultCounts
-    from kvstore.tiers.manifest import Manifest
+    from kvstore.tiers.disk_services import DiskServices
     from kvstore.tiers.recovery import FoundBlock
     from kvstore.tiers.slab import Slab, SlotGeometry
-    from kvstore.tiers.slab_folder import SlabFolder
     from kvstore.tiers.slab_volume import SlabVolume
     from kvstore.tiers.slots import SlotRun
-    from kvstore.tiers.superblock import SuperblockFile
-    from kvstore.tiers.transfer import SlotTransfer
     from kvstore.types import Slots
+
+    Encode = Callable[[Sequence[Bytes1D]], EncodedBlock]
 
 ERASE_SLOTS_MAX = 64
 RETRIED_SLOTS_MAX = 256
 _REQUESTS_AHEAD = 4
-
-
-@dataclass(frozen=True, slots=True)
-class DiskServices:
-    """What all pools of a disk tier use together."""
-
-    folder: SlabFolder
-    transfer: SlotTransfer
-    coded: CodedTransfer
-    manifest: Manifest
-    superblock: SuperblockFile
-    faults: FaultCounts
-    next_sequence: Callable[[], int]
 
 
 class DiskPool:
@@ -82,9 +66,8 @@ class DiskPool:
         self._slots = SlotMap()
         self._table: HolderTable[Slab] = HolderTable()
         self._quarantined: set[int] = set()
-        self._firsts: defaultdict[tuple[SlabVolume, int], set[int]] = defaultdict(set)  # by volume and kind of slot
+        self._ranges = KindRanges(self._slots, services.folder.volumes)
         self._used_bytes = 0
-        self._turn = 0
         self._coding = no_coding(len(geometry.part_sizes))
         self._usual_bytes: int | None = None
         self._recent = RecentSizes()
@@ -136,9 +119,9 @@ class DiskPool:
         """Slots that allocate() can hand out without another slab."""
         with self._lock:
             kinds = self._kinds()
-            if self._present_kinds() <= set(kinds):
+            if self._ranges.kinds() <= set(kinds):
                 return self._slots.free_slots
-            return sum(self._slots.free_within(self._firsts_of(kind)) for kind in kinds)
+            return sum(self._ranges.free_slots(kind) for kind in kinds)
 
     @property
     def used_slots(self) -> int:
@@ -213,7 +196,7 @@ class DiskPool:
                 return False
             slab = self._table.holder_of(slot_range)
             self._table = self._table.without(slot_range)
-            self._firsts[slab.volume, slab.geometry.kind].discard(slot_range.first)
+            self._ranges.remove(slab, slot_range.first)
         self._services.folder.remove(slab)
         return True
 
@@ -229,7 +212,44 @@ class DiskPool:
         coding = self._coding
         if coding.pipeline is None:
             return self._write_plain(slots, identities, sources)
-        blocks = self._transfer.map(partial(encode_block, coding.pipeline, coding.forms), sources)
+        encode = partial(encode_block, coding.pipeline, coding.forms)
+        stored, left = np.zeros(len(slots), dtype=np.bool_), list(range(len(slots)))
+        if self._usual_bytes is not None and self._kinds_of(slots) == {self._first_kind}:
+            stored, left = self._write_usual(slots, identities, sources, encode)
+        others = slots[left]
+        try:
+            if left:
+                blocks = [identities[i] for i in left], [sources[i] for i in left]
+                stored[left] = self._write_sized(others, *blocks, encode)
+        finally:
+            slots[left] = others
+        return stored
+
+    def _write_usual(
+        self, slots: Slots, identities: Sequence[BlockIdentity], sources: Sequence[Sequence[Bytes1D]], encode: Encode
+    ) -> tuple[Mask, list[int]]:
+        """Write blocks into slots of the size that their codec makes: each I/O by the thread that encoded its blocks,
+        so that cores and disk are both busy. Gives, too, the places of those beside blocks that need another size."""
+        generation, kind = self.generation, self._first_kind
+        left: list[int] = []
+
+        def write_piece(piece: SlotRun[Slab]) -> list[tuple[int, bytes] | None]:
+            blocks = list(map(encode, sources[piece.places]))
+            if any(self._class_of(block) != kind for block in blocks):
+                left.extend(range(piece.start, piece.start + piece.count))
+                return [None] * piece.count
+            return self._write_encoded(piece, list(zip(identities[piece.places], blocks, strict=True)), generation)
+
+        stored = self._write_pieces(slots, generation, write_piece)
+        with self._lock:
+            self._recent.note([kind] * (len(slots) - len(left)))
+        return stored, sorted(left)
+
+    def _write_sized(
+        self, slots: Slots, identities: Sequence[BlockIdentity], sources: Sequence[Sequence[Bytes1D]], encode: Encode
+    ) -> Mask:
+        """Encode all blocks, put slots of their sizes in the place of those that were given, and write."""
+        blocks = self._transfer.map(encode, sources)
         fitting = self._exchange(slots, [self._class_of(block) for block in blocks])
         stored = np.zeros(len(slots), dtype=np.bool_)
         places = np.flatnonzero(fitting)
@@ -257,11 +277,19 @@ class DiskPool:
         generation = self.generation
 
         def write_piece(piece: SlotRun[Slab]) -> list[tuple[int, bytes] | None]:
-            to_write = [BlockToWrite(identity, generation, encoded) for identity, encoded in blocks[piece.places]]
-            written = self._services.coded.write(piece, to_write)
-            return [(block.sequence, block.header) if block is not None else None for block in written]
+            return self._write_encoded(piece, blocks[piece.places], generation)
 
         return self._write_pieces(slots, generation, write_piece)
+
+    def _write_encoded(
+        self, piece: SlotRun[Slab], blocks: Sequence[tuple[BlockIdentity, EncodedBlock]], generation: int
+    ) -> list[tuple[int, bytes] | None]:
+        to_write = [BlockToWrite(identity, generation, encoded) for identity, encoded in blocks]
+        written = self._services.coded.write(piece, to_write)
+        return [(block.sequence, block.header) if block is not None else None for block in written]
+
+    def _kinds_of(self, slots: Slots) -> set[int]:
+        return {run.holder.geometry.kind for run in self._table.runs(slots)}
 
     def _write_pieces(
         self, slots: Slots, generation: int, write_piece: Callable[[SlotRun[Slab]], list[tuple[int, bytes] | None]]
@@ -389,15 +417,7 @@ class DiskPool:
         """Kinds of slots that are handed out, in order; `_lock` must be held."""
         if self._coding.pipeline is None:
             return [0]
-        return self._recent.in_order(self._present_kinds() - {0}, self._first_kind)
-
-    def _present_kinds(self) -> set[int]:
-        """Kinds of which there are slabs; `_lock` must be held."""
-        return {kind for (_, kind), firsts in self._firsts.items() if firsts}
-
-    def _firsts_of(self, kind: int) -> set[int]:
-        """The first slots of the ranges of a kind; `_lock` must be held."""
-        return set().union(*(self._firsts[volume, kind] for volume in self._services.folder.volumes))
+        return self._recent.in_order(self._ranges.kinds() - {0}, self._first_kind)
 
     def _geometry_of(self, kind: int) -> SlotGeometry:
         return coded_geometry(self.part_sizes, self.block_tokens, kind) if kind else self._geometry
@@ -458,36 +478,15 @@ class DiskPool:
     def _spare_larger(self, size: int, count: int) -> list[tuple[int, int]]:
         """Free slots of sizes above one, the smallest first, so many of each."""
         with self._lock:
-            kinds = sorted(kind for kind in self._present_kinds() if kind > size)
+            kinds = sorted(kind for kind in self._ranges.kinds() if kind > size)
             return [(kind, slot) for kind in kinds for slot in self._take(count, kind).tolist()]
 
     def _take(self, count: int, kind: int) -> Slots:
-        """Free slots of a kind; `_lock` must be held.
-
-        Large requests are spread over all folders alike, small ones go to each in turn.
-        """
-        volumes = self._services.folder.volumes
+        """Free slots of a kind; `_lock` must be held."""
         slot_bytes = kind or self._geometry.slot_bytes
-        if len(volumes) == 1:
-            slots = self._slots.take(count, within=self._firsts[volumes[0], kind])
-        else:
-            slots = self._take_in_turn(count, kind, IO_BYTES_MAX // slot_bytes)
+        slots = self._ranges.take(count, kind, share_min=IO_BYTES_MAX // slot_bytes)
         self._used_bytes += len(slots) * slot_bytes
         return slots
-
-    def _take_in_turn(self, count: int, kind: int, share_min: int) -> Slots:
-        volumes = self._services.folder.volumes
-        self._turn += 1
-        turned = [volumes[(self._turn + i) % len(volumes)] for i in range(len(volumes))]
-        working = [volume for volume in turned if not volume.failing]
-        share = max(-(-count // max(1, len(working))), share_min)
-        taken: list[Slots] = []
-        left = count
-        for volume in working:
-            taken.append(self._slots.take(min(share, left), within=self._firsts[volume, kind]))
-            left -= len(taken[-1])
-        taken.append(self._slots.take(left, within=self._firsts_of(kind)))
-        return np.sort(np.concatenate(taken))
 
     def _give_up(self, slots: Slots) -> None:
         """Make slots free; `_lock` must be held."""
@@ -545,7 +544,7 @@ class DiskPool:
         """The same for slots of one kind."""
         with self._grow_lock:
             with self._lock:
-                free_count = self._slots.free_within(self._firsts_of(kind))
+                free_count = self._ranges.free_slots(kind)
             return free_count >= count or self._add_slab(kind, count)
 
     def _add_slab(self, kind: int, count: int) -> bool:
@@ -576,7 +575,7 @@ class DiskPool:
         """Take in a slab, all free; `_lock` must be held."""
         slot_range = self._slots.add(slab.header.slot_count)
         self._table = self._table.with_added(slot_range, slab)
-        self._firsts[slab.volume, slab.geometry.kind].add(slot_range.first)
+        self._ranges.add(slab, slot_range.first)
         return slot_range
 
     def _vacate(self, slots: Slots) -> None:

@@ -17,7 +17,8 @@ from kvstore.tiers.transfer import IO_BYTES_MAX
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kvstore.tiers.disk_pool import DiskPool, DiskServices
+    from kvstore.tiers.disk_pool import DiskPool
+    from kvstore.tiers.disk_services import DiskServices
     from kvstore.tiers.slab import Slab
 
 _SLOT_BITS = 32

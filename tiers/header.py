@@ -26,10 +26,22 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvstore.tiers._core import _copy
 from kvstore.tiers.base import BlockIdentity
 from kvstore.tiers.buffers import whole_pages
 from kvstore.tiers.checksum import DIGEST_BYTES, is_sealed, sealed
+from kvstore.tiers.faults import DiskFault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvstore.tiers.base import Bytes2D
 
 HEADER_MAGIC = b"KVSBLOCK"
 HEADER_VERSION = 1
@@ -38,6 +50,10 @@ TOKEN_BYTES = 4
 
 _FIXED = struct.Struct("<8sIIIIQQQ16s16s16s16sHHIQQ")
 _TOKEN_COUNT = struct.Struct("<20xI")
+_FAULTS = (DiskFault.CORRUPT_HEADER, DiskFault.OTHER_BLOCK, DiskFault.CORRUPT_PAYLOAD)
+
+# One part of one block, by addresses: header page, payload, where that goes (the same: it stays); and its bytes.
+PartPlace = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +73,12 @@ class BlockHeader:
 
     def pack(self) -> bytes:
         """The header as it lies on disk, without padding."""
+        return sealed(self.unsealed())
+
+    def unsealed(self) -> bytes:
+        """The same without the digest at its end."""
         block = self.identity
-        return sealed(
+        return (
             _FIXED.pack(
                 HEADER_MAGIC,
                 HEADER_VERSION,
@@ -109,3 +129,32 @@ def unpack_header(page: bytes | memoryview) -> BlockHeader | None:
     identity = BlockIdentity(root_key, parent_key, key, packed[_FIXED.size : -DIGEST_BYTES], writer_id)
     place = (slab, slot, sequence, generation, ns_id)
     return BlockHeader(*place, identity, part, part_count, payload_bytes, payload_digest)
+
+
+def unsealed_headers(headers: Iterable[BlockHeader]) -> Bytes2D:
+    """Headers of blocks of equally many tokens as rows, whose digests are still to be put in."""
+    rows = [header.unsealed() + bytes(DIGEST_BYTES) for header in headers]
+    return np.frombuffer(bytearray().join(rows), dtype=np.uint8).reshape(len(rows), -1)
+
+
+def seal_headers(places: Sequence[PartPlace], headers: Bytes2D, page_bytes: int) -> None:
+    """Put payloads where they go, their digests into `headers`, and these, sealed, into their pages of `page_bytes`.
+
+    What is left of pages becomes zero. A payload is read once, also where it is copied. Releases the GIL, for all of it
+    once. The memory at the places is the caller's, and contiguous.
+    """
+    _copy.seal_headers(_table(places), headers, page_bytes)
+
+
+def check_headers(places: Sequence[PartPlace], headers: Bytes2D, page_bytes: int) -> list[DiskFault | None]:
+    """Put payloads where they go; why each is not what its row of `headers` says, by page and digest, None if it is.
+
+    The digests and the writers of `headers` do not count. Where there is a fault, what was copied is undefined.
+    """
+    verdicts = np.zeros(len(places), dtype=np.uint8)
+    _copy.check_headers(_table(places), headers, page_bytes, verdicts)
+    return [_FAULTS[verdict - 1] if verdict else None for verdict in verdicts.tolist()]
+
+
+def _table(places: Sequence[PartPlace]) -> NDArray[np.uint64]:
+    return np.array(places, dtype=np.uint64).reshape(-1, 4)

@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import lmdb
 
@@ -97,6 +97,31 @@ def _parse_rows(output: memoryview) -> Iterator[tuple[bytes, bytes]]:
         key_bytes, value_bytes = _ROW_SIZES.unpack_from(output, position)
         position = start + key_bytes + value_bytes
         yield bytes(output[start : start + key_bytes]), bytes(output[start + key_bytes : position])
+
+
+class SlotIndex(Protocol):
+    """What pools and their tier ask of an index."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Real bytes of the index."""
+        ...
+
+    def put(self, rows: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Write all rows, or none and return false."""
+        ...
+
+    def delete(self, keys: Iterable[bytes]) -> bool:
+        """Delete all rows that are there, or none and return false."""
+        ...
+
+    def sync(self) -> bool:
+        """Return when all rows are on stable storage; false if they are not."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
 
 
 class Manifest:

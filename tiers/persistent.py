@@ -259,6 +259,16 @@ class CodingTier(Protocol):
 
 
 @runtime_checkable
+class VolatileTier(Protocol):
+    """What a PersistentTier has besides whose blocks end with the process: nothing is flushed to it."""
+
+    @property
+    def label(self) -> str:
+        """What statistics call it, in place of "disk"."""
+        ...
+
+
+@runtime_checkable
 class PinKeepingTier(Protocol):
     """What a PersistentTier has besides over whose restarts pins last."""
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import errno
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from kvstore.errors import ClosedError, StorageError, UnavailableError
 from kvstore.thread_pool import ThreadPool
-from kvstore.tiers.buffers import PAGE_BYTES, AlignedBuffers, aligned_bytes, page_aligned
+from kvstore.tiers.buffers import PAGE_BYTES, AlignedBuffers, address_of, aligned_bytes, page_aligned
 from kvstore.tiers.checksum import digest
 from kvstore.tiers.faults import DiskFault
 from kvstore.tiers.file_io import PIECES_MAX
-from kvstore.tiers.header import BlockHeader, unpack_header
+from kvstore.tiers.header import BlockHeader, check_headers, seal_headers, unpack_header, unsealed_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.base import BlockIdentity, Bytes1D, Bytes2D, Mask
     from kvstore.tiers.faults import FaultCounts
     from kvstore.tiers.file_io import FileIo
+    from kvstore.tiers.header import PartPlace
     from kvstore.tiers.slab import Slab
     from kvstore.tiers.slots import SlotRun
 
@@ -265,47 +266,40 @@ class SlotTransfer:
         self, run: SlotRun[Slab], occupants: Sequence[Occupant], sources: Sequence[Sequence[Bytes1D]]
     ) -> list[bytes | None]:
         """One I/O for all blocks. Raises OSError if not all of it was written."""
-        slab = run.holder
-        slot_bytes = slab.geometry.slot_bytes
+        slab, geometry = run.holder, run.holder.geometry
         slab.written[run.indices] = True
-        headers: list[bytes | None] = []
-        in_place: list[tuple[int, Bytes1D]] = []
-        may_stay = _fits_one_call(run, len(slab.header.part_sizes))
-        with self.buffers.lend(run.count * slot_bytes) as buffer:
-            for position, single in enumerate(run.cut(1)):
-                start = position * slot_bytes
-                span = buffer[start : start + slot_bytes]
-                stays = [may_stay and page_aligned(source) for source in sources[position]]
-                headers.append(_lay_out(single, occupants[position], sources[position], stays, span))
-                bodies = zip(slab.geometry.body_offsets, sources[position], stays, strict=True)
-                in_place.extend((start + offset, source) for offset, source, stay in bodies if stay)
+        part_count = len(geometry.part_sizes)
+        headers = _headers(run, occupants, range(part_count))
+        with self.buffers.lend(run.count * geometry.slot_bytes) as buffer:
+            places, in_place = _write_places(run, sources, address_of(buffer))
+            seal_headers(places, headers, geometry.header_bytes)
             if self._io.write(slab.fd, _pieces(buffer, in_place), slab.slot_offset(run.index)) != len(buffer):
                 raise ShortWriteError(errno.EIO, "short write")
         slab.volume.worked()
-        return headers
+        return [header.tobytes() for header in headers[::part_count]]
 
     def _read_together(
         self, run: SlotRun[Slab], occupants: Sequence[Occupant], rows: Bytes2D, parts: Sequence[int]
     ) -> Mask:
         """One I/O for all blocks. Raises OSError if it failed as a whole."""
-        slab = run.holder
+        slab, part_count = run.holder, len(parts)
         offset, stride = slab.geometry.span(parts)
         assert stride == slab.geometry.slot_bytes or run.count == 1, "parts of one block at a time"
+        headers = _headers(run, occupants, parts)
         good = np.zeros(run.count, dtype=np.bool_)
         with self.buffers.lend(run.count * stride) as buffer:
-            bodies = _bodies(run, buffer.reshape(run.count, stride), rows, parts)
-            in_place = [
-                (position * stride + body.offset, body.target[position])
-                for position in range(run.count)
-                for body in bodies
-                if body.stays
-            ]
+            places, in_place = _read_places(run, rows, parts, address_of(buffer))
             got_bytes = self._io.read(slab.fd, _pieces(buffer, in_place), slab.slot_offset(run.index) + offset)
             # What lies in memory behind the bytes read is left from an earlier use: it is never looked at.
-            whole_count = got_bytes // stride
-            for position, single in enumerate(run.cut(1)):
-                if position < whole_count:
-                    good[position] = self._take(single, occupants[position], bodies, position)
+            whole_count = min(got_bytes // stride, run.count)
+            looked_at = slice(0, whole_count * part_count)
+            found = check_headers(places[looked_at], headers[looked_at], slab.geometry.header_bytes)
+        for position in range(whole_count):
+            faults = found[position * part_count : (position + 1) * part_count]
+            fault = next((fault for fault in faults if fault is not None), None)
+            good[position] = fault is None
+            if fault is not None:
+                self.faults.add(fault)
         if whole_count < run.count:
             self.faults.add(DiskFault.SHORT_READ, run.count - whole_count)
             slab.suspect[run.index + whole_count : run.index + run.count] = True
@@ -328,49 +322,81 @@ class SlotTransfer:
                 good[position] = is_whole and _is_right(slab, run.index + position, span, (sequence, generation))
         return good
 
-    def _take(self, slot: SlotRun[Slab], occupant: Occupant, bodies: Sequence[_Body], position: int) -> bool:
-        """Verify parts of one block and put them into its row; false at the first that is not right."""
-        for body in bodies:
-            payload = body.source[position]
-            fault = _fault_of(slot, body.part, occupant, unpack_header(body.headers[position].data), payload)
-            if fault is not None:
-                self.faults.add(fault)
-                return False
-            if not body.stays:
-                body.target[position] = payload
-        return True
+
+def _headers(run: SlotRun[Slab], occupants: Sequence[Occupant], parts: Sequence[int]) -> Bytes2D:
+    """What the headers of a run say, or must say, block by block; their digests are not in them yet."""
+    slab = run.holder
+    sizes = slab.geometry.part_sizes
+    return unsealed_headers(
+        BlockHeader(
+            slab=slab.number,
+            slot=run.index + position,
+            sequence=occupant.sequence,
+            generation=occupant.generation,
+            ns_id=slab.header.ns_id,
+            identity=occupant.identity,
+            part=part,
+            part_count=len(sizes),
+            payload_bytes=sizes[part],
+            payload_digest=0,
+        )
+        for position, occupant in enumerate(occupants)
+        for part in parts
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Body:
-    """One part of the blocks of a read: its headers, where its payloads are read to, and where they shall be.
+def _write_places(
+    run: SlotRun[Slab], sources: Sequence[Sequence[Bytes1D]], start: int
+) -> tuple[list[PartPlace], list[tuple[int, Bytes1D]]]:
+    """Where the parts of blocks go in a buffer at `start`, and those that stay where they are, by their offsets in it.
 
-    Payloads that may be read to where they belong `stays`; others are copied from the buffer. `offset` is where the
-    payload begins in the span of its block.
+    Of what is copied the checksum is that of the copy; if something that stays is changed before it is written, its
+    first read finds that out.
     """
-
-    part: int
-    offset: int
-    headers: Bytes2D
-    source: Bytes2D
-    target: Bytes2D
-    stays: bool
-
-
-def _bodies(run: SlotRun[Slab], spans: Bytes2D, rows: Bytes2D, parts: Sequence[int]) -> list[_Body]:
     geometry = run.holder.geometry
+    may_stay = _fits_one_call(run, len(geometry.part_sizes))
+    spans = list(zip(geometry.part_offsets, geometry.body_offsets, geometry.part_sizes, strict=True))
+    places: list[PartPlace] = []
+    in_place: list[tuple[int, Bytes1D]] = []
+    for position, block in enumerate(sources):
+        begin = position * geometry.slot_bytes
+        for (offset, body, size), source in zip(spans, block, strict=True):
+            assert source.shape == (size,), (source.shape, size)
+            assert source.flags.c_contiguous, "payloads lie in one piece"
+            address = target = address_of(source)
+            if may_stay and not (address | size) % PAGE_BYTES:
+                in_place.append((begin + body, source))
+            else:
+                target = start + begin + body
+            places.append((start + begin + offset, address, target, size))
+    return places, in_place
+
+
+def _read_places(
+    run: SlotRun[Slab], rows: Bytes2D, parts: Sequence[int], start: int
+) -> tuple[list[PartPlace], list[tuple[int, Bytes1D]]]:
+    """Where the parts of blocks come from a buffer at `start`, and what may be read to where it belongs, likewise."""
+    geometry = run.holder.geometry
+    first, stride = geometry.span(parts)
+    assert rows.strides[1] == 1, "rows lie in one piece each"
     may_stay = _fits_one_call(run, len(parts))
-    bodies = []
-    column = 0
-    for part in parts:
-        start = geometry.part_offsets[part] - geometry.part_offsets[parts[0]]
-        offset, size = start + geometry.header_bytes, geometry.part_sizes[part]
-        target = rows[:, column : column + size]
-        stays = may_stay and page_aligned(target)
-        source = target if stays else spans[:, offset : offset + size]
-        bodies.append(_Body(part, offset, spans[:, start:offset], source, target, stays))
-        column += size
-    return bodies
+    columns = list(accumulate((geometry.part_sizes[part] for part in parts), initial=0))
+    targets = [rows[:, begin:end] for begin, end in pairwise(columns)]
+    spans = [
+        (geometry.part_offsets[part] - first, target, address_of(target), may_stay and page_aligned(target))
+        for part, target in zip(parts, targets, strict=True)
+    ]
+    places: list[PartPlace] = []
+    in_place: list[tuple[int, Bytes1D]] = []
+    for position in range(run.count):
+        for offset, target, address, stays in spans:
+            begin = position * stride + offset
+            row = address + position * rows.strides[0]
+            if stays:
+                in_place.append((begin + geometry.header_bytes, target[position]))
+            source = row if stays else start + begin + geometry.header_bytes
+            places.append((start + begin, source, row, target.shape[1]))
+    return places, in_place
 
 
 def _fits_one_call(run: SlotRun[Slab], part_count: int) -> bool:
@@ -392,20 +418,6 @@ def _pieces(buffer: Bytes1D, in_place: Sequence[tuple[int, Bytes1D]]) -> list[By
     return pieces
 
 
-def _fault_of(
-    slot: SlotRun[Slab], part: int, occupant: Occupant, header: BlockHeader | None, payload: Bytes1D
-) -> DiskFault | None:
-    """Why what was read is not the part of the block that was asked for; None if it is."""
-    if header is None:
-        return DiskFault.CORRUPT_HEADER
-    found = Occupant(header.identity, header.sequence, header.generation)
-    if found != occupant or not slot.holder.owns(header, slot.index, part):
-        return DiskFault.OTHER_BLOCK
-    if digest(payload.data) != header.payload_digest:
-        return DiskFault.CORRUPT_PAYLOAD
-    return None
-
-
 def _is_right(slab: Slab, index: int, span: Bytes1D, expected: tuple[int, int]) -> bool:
     """Whether a slot's bytes are, in every part, a block of this place, sequence and generation."""
     geometry = slab.geometry
@@ -417,44 +429,3 @@ def _is_right(slab: Slab, index: int, span: Bytes1D, expected: tuple[int, int]) 
         if (header.sequence, header.generation) != expected or digest(payload.data) != header.payload_digest:
             return False
     return True
-
-
-def _lay_out(
-    slot: SlotRun[Slab], occupant: Occupant, parts: Sequence[Bytes1D], stays: Sequence[bool], span: Bytes1D
-) -> bytes:
-    """Put headers, payloads and zero padding of a block into `span`; returns the packed header of part 0.
-
-    Payloads that stay where they are leave a gap. Of the others the checksum is of the bytes as copied; if one that
-    stays is changed before it is written, its first read finds that out.
-    """
-    geometry = slot.holder.geometry
-    first = b""
-    for part, source in enumerate(parts):
-        start, length = geometry.span((part,))
-        body = geometry.body_offsets[part]
-        end = body + geometry.part_sizes[part]
-        if not stays[part]:
-            span[body:end] = source
-            span[end : start + length] = 0
-        payload = source if stays[part] else span[body:end]
-        packed = _header(slot, part, occupant, digest(payload.data)).pack()
-        span[start : start + len(packed)] = memoryview(packed)
-        span[start + len(packed) : body] = 0
-        first = first or packed
-    return first
-
-
-def _header(slot: SlotRun[Slab], part: int, occupant: Occupant, payload_digest: int) -> BlockHeader:
-    slab = slot.holder
-    return BlockHeader(
-        slab=slab.number,
-        slot=slot.index,
-        sequence=occupant.sequence,
-        generation=occupant.generation,
-        ns_id=slab.header.ns_id,
-        identity=occupant.identity,
-        part=part,
-        part_count=len(slab.header.part_sizes),
-        payload_bytes=slab.header.part_sizes[part],
-        payload_digest=payload_digest,
-    )

@@ -21,6 +21,7 @@ SERVE_FLAGS = {
     "listen": "server.listen",
     "host_bytes": "tiers.host.capacity_bytes",
     "disk_bytes": "tiers.disk.capacity_bytes",
+    "packed_bytes": "tiers.packed.capacity_bytes",
     "metrics": "server.metrics_address",
     "eviction_policy": "store.eviction_policy",
     "tls_cert": "tls.cert",
@@ -69,6 +70,7 @@ def _add_serve(commands: Commands) -> None:
     )
     serve.add_argument("--host-bytes", metavar="SIZE", help="host memory for blocks, such as 64MiB")
     serve.add_argument("--disk-bytes", metavar="SIZE", help="disk space for blocks, such as 1GiB; 0: no disk tier")
+    serve.add_argument("--packed-bytes", metavar="SIZE", help="memory for packed blocks, in the place of a disk")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics for Prometheus here")
     serve.add_argument("--eviction-policy", metavar="NAME", help=", ".join(EVICTION_POLICIES))
     serve.add_argument("--tls-cert", metavar="FILE", help="the server's certificate (PEM)")

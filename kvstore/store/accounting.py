@@ -5,10 +5,34 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from kvstore.stats import TierStats
+from kvstore.tiers.persistent import VolatileTier
+from kvstore.types import Tier
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvstore.tiers.host import HostTier
+    from kvstore.tiers.persistent import PersistentTier
     from kvstore.types import TierRun
+
+
+def lower_name(tier: PersistentTier | None) -> str:
+    """What statistics call the tier below host memory."""
+    return tier.label if isinstance(tier, VolatileTier) else Tier.DISK.name.lower()
+
+
+def tier_stats(host: HostTier, lower: PersistentTier | None, blocks: Mapping[Tier, int]) -> dict[str, TierStats]:
+    """Occupancy by the names that statistics have for tiers."""
+    tiers = {"host": TierStats(host.capacity_bytes, host.used_bytes, blocks[Tier.HOST])}
+    if lower is not None:
+        tiers[lower_name(lower)] = TierStats(lower.capacity_bytes, lower.used_bytes, blocks[Tier.DISK])
+    return tiers
+
+
+def by_tier(tokens: Mapping[str, int], lower: PersistentTier | None) -> dict[str, int]:
+    """Tokens by the names that statistics have for tiers."""
+    return {lower_name(lower) if name == Tier.DISK.name.lower() else name: count for name, count in tokens.items()}
 
 
 class Accounting:

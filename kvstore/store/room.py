@@ -34,7 +34,7 @@ from kvstore.store.sparse_moves import SparseMover
 from kvstore.store.state_moves import StateMover
 from kvstore.store.turn_lock import TurnLock
 from kvstore.store.turnover import Turnover
-from kvstore.tiers.persistent import PinKeepingTier
+from kvstore.tiers.persistent import PinKeepingTier, VolatileTier
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -149,10 +149,10 @@ class RoomMaker:
     def flush(self) -> None:
         """Write every committed block that is in host memory alone to disk, as far as the disk has room.
 
-        Sparse parts follow their dense blocks.
+        Sparse parts follow their dense blocks. Nothing goes where it would end with the process.
         """
         disk = self._index.disk
-        if disk is None:
+        if disk is None or isinstance(disk, VolatileTier):
             return
         for space in self._index.spaces():
             next_id: int | None = 0

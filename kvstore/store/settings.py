@@ -10,6 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.radix.tree import POLICIES
 from kvstore.store.placement import DiskAdmission
 from kvstore.tiers.extent_stock import HostMemory
+from kvstore.tiers.host import EXTENTS_MAX
 from kvstore.tiers.huge_pages import HUGE_PAGES
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class StoreSettings:
     lock_memory: bool = False
     poison_freed: bool = False
     disk_admission: str = DiskAdmission.WORTH.value
+    extent_bytes: int | None = None
     store_bytes_per_second: int | None = None
     prefetch_ratio: float = 0.1
     prefetches_max: int = 64
@@ -126,7 +128,12 @@ class StoreSettings:
             )
 
     def check_capacities(self, host_bytes: int, disk_bytes: int) -> None:
-        """Raise ConfigError where a quota ensures more than a tier has."""
+        """Raise ConfigError where a quota ensures more than a tier has, or extents are too small for host memory."""
+        if self.extent_bytes is not None and self.extent_bytes * EXTENTS_MAX < host_bytes:
+            raise ConfigError(
+                f"extent_bytes is {self.extent_bytes}, expected at least {-(-host_bytes // EXTENTS_MAX)}: host_bytes "
+                f"is {host_bytes}, and there are at most {EXTENTS_MAX} extents"
+            )
         for quota in self.quotas:
             for name, least, capacity in (("host", quota.host_min, host_bytes), ("disk", quota.disk_min, disk_bytes)):
                 if least > capacity:

@@ -11,7 +11,8 @@ from weakref import WeakSet
 from kvstore.api import SCRUB_BYTES
 from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.state_blobs import require_path, require_state_bytes
-from kvstore.stats import StoreStats, TierStats
+from kvstore.stats import StoreStats
+from kvstore.store.accounting import by_tier, tier_stats
 from kvstore.store.boundaries import boundaries
 from kvstore.store.evictions import WriterEviction, evict_prefix
 from kvstore.store.hot_prefixes import hot_prefixes
@@ -350,20 +351,16 @@ class Store:
         """Occupancy and counters since the start."""
         self._check_open()
         self._end_overdue()
-        spaces = self._index.spaces()
+        spaces, counted = self._index.spaces(), self._index.accounting
         with self._index.lock:
-            counted = self._index.accounting
             blocks = {tier: sum(space.tier_blocks(tier) for space in spaces) for tier in (Tier.HOST, Tier.DISK)}
-            tiers = {"host": TierStats(self._host.capacity_bytes, self._host.used_bytes, blocks[Tier.HOST])}
-            if self._disk is not None:
-                tiers["disk"] = TierStats(self._disk.capacity_bytes, self._disk.used_bytes, blocks[Tier.DISK])
             return StoreStats(
-                tiers=tiers,
+                tiers=tier_stats(self._host, self._disk, blocks),
                 namespaces=len(spaces),
                 lookups=counted.lookups,
                 lookup_tokens=counted.lookup_tokens,
-                hit_tokens=dict(counted.hit_tokens),
-                loaded_tokens=dict(counted.loaded_tokens),
+                hit_tokens=by_tier(counted.hit_tokens, self._disk),
+                loaded_tokens=by_tier(counted.loaded_tokens, self._disk),
                 stored_blocks=counted.stored_blocks,
                 present_blocks=counted.present_blocks,
                 rejected_blocks=dict(+counted.rejected_blocks),

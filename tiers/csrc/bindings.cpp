@@ -4,6 +4,7 @@
 #include <cerrno>
 
 #include "block_copy.h"
+#include "block_header.h"
 #include "checksum.h"
 #include "memory.h"
 #include "quantise.h"
@@ -109,6 +110,45 @@ uint64_t CopyAndDigest(BytesOut target, Bytes source) {
   if (target.shape(0) != source.shape(0)) throw nb::value_error("target and source differ in length");
   const nb::gil_scoped_release released;
   return kvstore::CopyAndDigest(target.data(), source.data(), source.shape(0));
+}
+
+uint64_t Digest(Bytes data) {
+  const nb::gil_scoped_release released;
+  return kvstore::Digest(data.data(), data.shape(0));
+}
+
+using Parts = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using Headers = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using HeadersOut = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void CheckLengths(size_t parts, size_t headers, size_t header_bytes, size_t page_bytes) {
+  if (parts != headers) throw nb::value_error("parts and headers differ in length");
+  if (header_bytes <= kvstore::kTokensAt || header_bytes > page_bytes) {
+    throw nb::value_error("headers must be longer than their fixed fields, and no longer than their pages");
+  }
+}
+
+void SealHeaders(Parts parts, HeadersOut headers, size_t page_bytes) {
+  CheckLengths(parts.shape(0), headers.shape(0), headers.shape(1), page_bytes);
+  const nb::gil_scoped_release released;
+  kvstore::SealHeaders(reinterpret_cast<const kvstore::Part*>(parts.data()), parts.shape(0), headers.data(),
+                       headers.shape(1), page_bytes);
+}
+
+void CheckHeaders(Parts parts, Headers headers, size_t page_bytes, BytesOut verdicts) {
+  CheckLengths(parts.shape(0), headers.shape(0), headers.shape(1), page_bytes);
+  if (verdicts.shape(0) != parts.shape(0)) throw nb::value_error("parts and verdicts differ in length");
+  const nb::gil_scoped_release released;
+  kvstore::CheckHeaders(reinterpret_cast<const kvstore::Part*>(parts.data()), parts.shape(0), headers.data(),
+                        headers.shape(1), page_bytes, reinterpret_cast<kvstore::Verdict*>(verdicts.data()));
+}
+
+void DefineHeaders(nb::module_& m) {
+  static_assert(sizeof(kvstore::Part) == 4 * sizeof(uint64_t));
+  m.def("seal_headers", &SealHeaders, nb::arg("parts").noconvert(), nb::arg("headers").noconvert(),
+        nb::arg("page_bytes"));
+  m.def("check_headers", &CheckHeaders, nb::arg("parts").noconvert(), nb::arg("headers").noconvert(),
+        nb::arg("page_bytes"), nb::arg("verdicts").noconvert());
 }
 
 kvstore::QuantisedShape AsShape(unsigned int element, unsigned int byte, size_t groups, size_t tokens,
@@ -239,7 +279,7 @@ void DefineMemory(nb::module_& m) {
 // Addresses come as numbers: who calls has checked them, and keeps the memory.
 NB_MODULE(_copy, m) {
   nanobind::set_leak_warnings(false);  // a process may end while threads hold references still
-  m.doc() = "Copies, checksums and shared memory; see device_cpu.py, checksum.py, host_copy.py and extent.py";
+  m.doc() = "Copies, checksums and shared memory; see device_cpu.py, checksum.py, header.py, host_copy.py and extent.py";
   m.attr("PIECE_BYTES") = sizeof(kvstore::Piece);
   m.attr("TILE_BYTES") = kvstore::kTileBytes;
   m.def("gather", &Gather, nb::arg("pieces").noconvert(), nb::arg("block_ids").noconvert(),
@@ -248,6 +288,8 @@ NB_MODULE(_copy, m) {
         nb::arg("row_ids").noconvert(), nb::arg("packed_address"), nb::arg("packed_stride"), nb::arg("threads"));
   m.attr("DIGEST_BYTES_MIN") = kvstore::kDigestBytesMin;
   m.def("copy_and_digest", &CopyAndDigest, nb::arg("target").noconvert(), nb::arg("source").noconvert());
+  m.def("digest", &Digest, nb::arg("data").noconvert());
+  DefineHeaders(m);
   DefineMemory(m);
   DefineQuantise(m);
   DefineSlotTable(m);

@@ -31,6 +31,7 @@ constexpr uint64_t kPrime64_3 = 0x165667B19E3779F9ULL;
 constexpr uint64_t kPrime64_4 = 0x85EBCA77C2B2AE63ULL;
 constexpr uint64_t kPrime64_5 = 0x27D4EB2F165667C5ULL;
 constexpr uint64_t kAvalanche = 0x165667919E3779F9ULL;
+constexpr uint64_t kStrongMix = 0x9FB21C651E98DF25ULL;
 
 // The default secret of the specification.
 alignas(64) constexpr unsigned char kSecret[kSecretBytes] = {
@@ -50,6 +51,12 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words are read as they
 
 uint64_t Word(const unsigned char* at) {
   uint64_t word;
+  std::memcpy(&word, at, sizeof word);
+  return word;
+}
+
+uint32_t HalfWord(const unsigned char* at) {
+  uint32_t word;
   std::memcpy(&word, at, sizeof word);
   return word;
 }
@@ -79,12 +86,17 @@ void Scramble(Lanes& sums) {
 }
 
 // How the bytes go on after the hash has seen them.
-enum class Keep { kCopy, kStreamedCopy };
+enum class Keep { kNothing, kCopy, kStreamedCopy };
 
 void PlainBlocks(Lanes& sums, unsigned char* target, const unsigned char* data, size_t count) {
-  for (; count > 0; --count, data += kBlockBytes, target += kBlockBytes) {
-    std::memcpy(target, data, kBlockBytes);
-    Stripes(sums, target, kSecret, kStripesInBlock);
+  for (; count > 0; --count, data += kBlockBytes) {
+    if (target != nullptr) {
+      std::memcpy(target, data, kBlockBytes);
+      Stripes(sums, target, kSecret, kStripesInBlock);
+      target += kBlockBytes;
+    } else {
+      Stripes(sums, data, kSecret, kStripesInBlock);
+    }
     Scramble(sums);
   }
 }
@@ -117,19 +129,17 @@ KVSTORE_WIDE void WideBlocks(Lanes& sums, unsigned char* target, const unsigned 
   auto* stored = reinterpret_cast<__m256i*>(sums.lane);
   __m256i sum[2] = {_mm256_load_si256(stored), _mm256_load_si256(stored + 1)};
   for (; count > 0; --count) {
-    for (size_t stripe = 0; stripe < kStripesInBlock; ++stripe, data += kStripeBytes, target += kStripeBytes) {
+    for (size_t stripe = 0; stripe < kStripesInBlock; ++stripe, data += kStripeBytes) {
       const unsigned char* secret = kSecret + stripe * kSecretStep;
       _mm_prefetch(reinterpret_cast<const char*>(data + kAheadBytes), _MM_HINT_T0);
       for (size_t half = 0; half < 2; ++half) {
         const __m256i words = Loaded(data + 32 * half);
         auto* to = reinterpret_cast<__m256i*>(target) + half;
-        if (keep == Keep::kCopy) {
-          _mm256_storeu_si256(to, words);
-        } else {
-          _mm256_stream_si256(to, words);
-        }
+        if (keep == Keep::kCopy) _mm256_storeu_si256(to, words);
+        if (keep == Keep::kStreamedCopy) _mm256_stream_si256(to, words);
         sum[half] = Mixed(sum[half], words, Loaded(secret + 32 * half));
       }
+      if (keep != Keep::kNothing) target += kStripeBytes;
     }
     for (size_t half = 0; half < 2; ++half) {
       sum[half] = Scrambled(sum[half], Loaded(kSecret + kSecretBytes - kStripeBytes + 32 * half));
@@ -140,9 +150,11 @@ KVSTORE_WIDE void WideBlocks(Lanes& sums, unsigned char* target, const unsigned 
   _mm256_store_si256(stored + 1, sum[1]);
 }
 
+// Hashes, and copies where there is a target.
 void Blocks(Lanes& sums, unsigned char* target, const unsigned char* data, size_t count) {
   static const bool is_wide = __builtin_cpu_supports("avx2");
   if (!is_wide) return PlainBlocks(sums, target, data, count);
+  if (target == nullptr) return WideBlocks<Keep::kNothing>(sums, target, data, count);
   const bool is_aligned = reinterpret_cast<uintptr_t>(target) % sizeof(__m256i) == 0;
   if (is_aligned && count * kBlockBytes >= kStreamBytes) {
     return WideBlocks<Keep::kStreamedCopy>(sums, target, data, count);
@@ -159,6 +171,21 @@ Lanes Start() {
   return {{kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1}};
 }
 
+uint64_t Avalanche(uint64_t sum) {
+  sum ^= sum >> 37;
+  sum *= kAvalanche;
+  return sum ^ (sum >> 32);
+}
+
+// That of XXH64.
+uint64_t OldAvalanche(uint64_t sum) {
+  sum ^= sum >> 33;
+  sum *= kPrime64_2;
+  sum ^= sum >> 29;
+  sum *= kPrime64_3;
+  return sum ^ (sum >> 32);
+}
+
 uint64_t Folded(uint64_t left, uint64_t right) {
   const auto product = static_cast<unsigned __int128>(left) * right;
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
@@ -173,12 +200,68 @@ uint64_t End(Lanes& sums, const unsigned char* rest, size_t rest_bytes, size_t b
     const unsigned char* secret = kSecret + kMergeSecret + 16 * pair;
     digest += Folded(sums.lane[2 * pair] ^ Word(secret), sums.lane[2 * pair + 1] ^ Word(secret + 8));
   }
-  digest ^= digest >> 37;
-  digest *= kAvalanche;
-  return digest ^ (digest >> 32);
+  return Avalanche(digest);
+}
+
+uint64_t FoldedPair(const unsigned char* data, const unsigned char* secret) {
+  return Folded(Word(data) ^ Word(secret), Word(data + 8) ^ Word(secret + 8));
+}
+
+uint64_t DigestTo3(const unsigned char* data, size_t bytes) {
+  const uint64_t mixed = static_cast<uint64_t>(data[0]) << 16 | static_cast<uint64_t>(data[bytes / 2]) << 24 |
+                         data[bytes - 1] | static_cast<uint64_t>(bytes) << 8;
+  return OldAvalanche(mixed ^ HalfWord(kSecret) ^ HalfWord(kSecret + 4));
+}
+
+uint64_t DigestTo8(const unsigned char* data, size_t bytes) {
+  uint64_t sum = HalfWord(data + bytes - 4) + (static_cast<uint64_t>(HalfWord(data)) << 32);
+  sum ^= Word(kSecret + 8) ^ Word(kSecret + 16);
+  sum ^= (sum << 49 | sum >> 15) ^ (sum << 24 | sum >> 40);
+  sum *= kStrongMix;
+  sum ^= (sum >> 35) + bytes;
+  sum *= kStrongMix;
+  return sum ^ (sum >> 28);
+}
+
+uint64_t DigestTo16(const unsigned char* data, size_t bytes) {
+  const uint64_t low = Word(data) ^ Word(kSecret + 24) ^ Word(kSecret + 32);
+  const uint64_t high = Word(data + bytes - 8) ^ Word(kSecret + 40) ^ Word(kSecret + 48);
+  return Avalanche(bytes + __builtin_bswap64(low) + high + Folded(low, high));
+}
+
+// Pairs of words from both ends, so that the middle may be taken twice.
+uint64_t DigestTo128(const unsigned char* data, size_t bytes) {
+  uint64_t sum = bytes * kPrime64_1;
+  for (size_t pair = (bytes - 1) / 32 + 1; pair > 0; --pair) {
+    const size_t offset = 16 * (pair - 1);
+    sum += FoldedPair(data + offset, kSecret + 2 * offset);
+    sum += FoldedPair(data + bytes - 16 - offset, kSecret + 2 * offset + 16);
+  }
+  return Avalanche(sum);
+}
+
+uint64_t DigestTo240(const unsigned char* data, size_t bytes) {
+  uint64_t sum = bytes * kPrime64_1;
+  for (size_t pair = 0; pair < 8; ++pair) sum += FoldedPair(data + 16 * pair, kSecret + 16 * pair);
+  sum = Avalanche(sum);
+  for (size_t pair = 8; pair < bytes / 16; ++pair) sum += FoldedPair(data + 16 * pair, kSecret + 16 * (pair - 8) + 3);
+  return Avalanche(sum + FoldedPair(data + bytes - 16, kSecret + 119));
 }
 
 }  // namespace
+
+uint64_t Digest(const unsigned char* data, size_t bytes) {
+  if (bytes == 0) return OldAvalanche(Word(kSecret + 56) ^ Word(kSecret + 64));
+  if (bytes <= 3) return DigestTo3(data, bytes);
+  if (bytes <= 8) return DigestTo8(data, bytes);
+  if (bytes <= 16) return DigestTo16(data, bytes);
+  if (bytes <= 128) return DigestTo128(data, bytes);
+  if (bytes < kDigestBytesMin) return DigestTo240(data, bytes);
+  Lanes sums = Start();
+  const size_t blocks = (bytes - 1) / kBlockBytes;
+  Blocks(sums, nullptr, data, blocks);
+  return End(sums, data + blocks * kBlockBytes, bytes - blocks * kBlockBytes, bytes);
+}
 
 uint64_t CopyAndDigest(unsigned char* target, const unsigned char* source, size_t bytes) {
   Lanes sums = Start();
