@@ -242,7 +242,7 @@ class Arena:
     def _open(self, ends_at: float) -> _Line:
         seconds = max(0.001, ends_at - time.monotonic())
         connected, _ = dial(self._address, wire.Lane.ARENA, self._session_id, seconds)
-        line = _Line(connected, self)
+        line = _Line(connected, self, ends_at)
         with self._lock:
             is_off = bool(self._off)
             if not is_off:
@@ -342,7 +342,7 @@ class _Line:
     Asked by one thread at a time. The connection is closed by the thread, when nothing is mapped any more.
     """
 
-    def __init__(self, connected: socket.socket, arena: Arena) -> None:
+    def __init__(self, connected: socket.socket, arena: Arena, ends_at: float) -> None:
         self._socket = connected
         self._arena = arena
         self._last_id = 0
@@ -355,7 +355,7 @@ class _Line:
         self._is_closed = False
         self._pid = os.getpid()
         try:
-            self.board, bell = self._receive_board()
+            self.board, bell = self._receive_board(ends_at)
             self._bell: _Bell | None = bell
         except BaseException:
             connected.close()
@@ -405,8 +405,8 @@ class _Line:
         self._socket.close()
         self._bell = None
 
-    def _receive_board(self) -> tuple[Words, _Bell]:
-        header, body, descriptors = receive_frame(self._socket)
+    def _receive_board(self, ends_at: float) -> tuple[Words, _Bell]:
+        header, body, descriptors = receive_frame(self._socket, ends_at)
         try:
             if header.kind is not wire.Kind.DATA or len(descriptors) != 2:
                 raise wire.WireFormatError(f"an arena begins with {header} and {len(descriptors)} descriptors")
@@ -426,8 +426,7 @@ class _Line:
         self._socket.settimeout(max(0.001, ends_at - time.monotonic()))
         self._socket.sendall(frame)
         while True:
-            self._socket.settimeout(max(0.001, ends_at - time.monotonic()))
-            header, body, descriptors = receive_frame(self._socket)
+            header, body, descriptors = receive_frame(self._socket, ends_at)
             try:
                 if header.call_id != call_id:
                     raise wire.WireFormatError(f"a frame is of call {header.call_id}, expected {call_id}")
