@@ -147,7 +147,7 @@ class TlsSocket(ssl.SSLSocket):
             view = memoryview(buffer).cast("B")
             while view.nbytes:
                 try:
-                    step_bytes = read(view.nbytes, view)
+                    step_bytes: int = read(view.nbytes, view)  # type: ignore[assignment]  # into a buffer: their number
                 except TimeoutError:
                     return self._partly(received_bytes)
                 except ssl.SSLError as err:
