@@ -19,6 +19,7 @@ from kvstore.errors import KvstoreError, UnavailableError
 from kvstore.transport import arena_frames as frames
 from kvstore.transport import wire
 from kvstore.transport.address import UnixAddress
+from kvstore.transport.arena_frames import PlacedPart
 from kvstore.transport.arena_memory import Mapping, Reader, close_all, map_board, receive_frame
 from kvstore.transport.link import ArenaStatus
 from kvstore.transport.wire_dial import NoFastLaneError, dial
@@ -46,14 +47,35 @@ _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class _Leased:
-    """Where the leading blocks of one lease can be read, until the board says that it has ended."""
+    """Where blocks of one lease can be read, those from `first_block` on, until the board says that it has ended.
 
-    def __init__(self, board: Words, word: int, lease_id: int, reader: Reader) -> None:
+    Either all dense parts lie here, or a sparse one, which then has number `index` in the slots.
+    """
+
+    def __init__(self, board: Words, lease_id: int, reader: Reader, placed: PlacedPart) -> None:
         self._board = board
-        self._word = word
+        self._word = placed.placed.word
         self._lease_id = lease_id
         self._pid = os.getpid()
+        self._index = placed.index if placed.is_sparse else None
         self.reader = reader
+        self.first_block = placed.first_block
+
+    @property
+    def end_block(self) -> int:
+        """The block behind the last one that can be read."""
+        return self.first_block + self.reader.blocks
+
+    def parts(self, part: int | None) -> range | None:
+        """The parts of the slots that rows of a load of `part` hold; None where they do not lie here."""
+        return self.reader.parts(part if self._index is None else self._index)
+
+    def shows(self, request: pb.LoadRequest) -> int:
+        """How many leading blocks of a load lie here. Of a sparse part all, or none: without one they are of no use."""
+        first, end = request.from_block, request.from_block + request.blocks
+        if first < self.first_block or (self._index is not None and end > self.end_block):
+            return 0
+        return max(0, min(end, self.end_block) - first)
 
     @property
     def stands(self) -> bool:
@@ -95,7 +117,7 @@ class Arena:
         self._lock = threading.Lock()
         self._off = _off_from_the_start(address)
         self._line: _Line | None = None
-        self._leases: dict[int, _Leased] = {}
+        self._leases: dict[int, dict[int | None, _Leased]] = {}  # of each the dense parts, under None, and sparse ones
         self._mappings: dict[int, Mapping] = {}
         self._loaded_bytes = 0
         self._fallbacks = 0
@@ -134,11 +156,11 @@ class Arena:
         """Find the bytes of leading blocks; may wait for the server until `ends_at`."""
         part = request.part if request.HasField("part") else None
         leased = self._leased(request.lease_id, request.from_block + request.blocks, part, ends_at)
-        parts = None if leased is None else leased.reader.parts(part)
+        parts = None if leased is None else leased.parts(part)
         if leased is None or parts is None or not leased.stands:
             return Shown(None, [])
-        count = max(0, min(request.blocks, leased.reader.blocks - request.from_block))
-        return Shown(leased, leased.reader.pieces(request.from_block, count, parts))
+        first = request.from_block - leased.first_block
+        return Shown(leased, leased.reader.pieces(first, leased.shows(request), parts))
 
     def end_lease(self, lease_id: int) -> None:
         """A lease is about to end: its places are of no use any more."""
@@ -174,10 +196,16 @@ class Arena:
     def _leased(self, lease_id: int, end_block: int, part: int | None, ends_at: float) -> _Leased | None:
         """The places of a lease, asked for once, and again where more may have come into memory since."""
         with self._lock:
-            leased = self._leases.get(lease_id)
+            known = self._leases.get(lease_id, {})
+            leased = known.get(part) or known.get(None)
             is_off = bool(self._off)
+            line = self._line
         now = time.monotonic()
-        if is_off or now < self._retry_at or (leased is not None and leased.reader.blocks >= end_block):
+        is_there = leased is not None and leased.end_block >= end_block
+        # A sparse part has places of its own, which older servers do not tell.
+        if is_there and leased is not None and leased.parts(part) is None:
+            is_there = line is not None and not line.knows_parts
+        if is_off or now < self._retry_at or is_there:
             return leased
         asked_until = now + (ends_at - now) * _TIME_RATIO
         if not self._io.acquire(timeout=max(0.0, asked_until - now)):
@@ -214,7 +242,7 @@ class Arena:
     def _open(self, ends_at: float) -> _Line:
         seconds = max(0.001, ends_at - time.monotonic())
         connected, _ = dial(self._address, wire.Lane.ARENA, self._session_id, seconds)
-        line = _Line(connected, self)
+        line = _Line(connected, self, ends_at)
         with self._lock:
             is_off = bool(self._off)
             if not is_off:
@@ -226,22 +254,23 @@ class Arena:
 
     def _ask(self, line: _Line, lease_id: int, part: int | None, ends_at: float) -> _Leased | None:
         try:
-            placed = line.place(lease_id, part, ends_at)
+            answer = line.place(lease_id, part, ends_at)
         finally:  # what came before an error is mapped, too
             new = line.take_new()
             with self._lock:
                 if not self._off:
                     self._mappings.update((mapping.lent.mapping_id, mapping) for mapping in new)
+        placed = answer.placed
         with self._lock:
             found = [self._mappings[number] for number in placed.mapping_ids if number in self._mappings]
         if len(found) < len(placed.mapping_ids) or not placed.slots.size:
             return None
         if placed.word >= line.board.size:
             raise wire.WireFormatError(f"a lease has word {placed.word} of a board that has {line.board.size}")
-        leased = _Leased(line.board, placed.word, lease_id, Reader(found, placed.slots))
+        leased = _Leased(line.board, lease_id, Reader(found, placed.slots), answer)
         with self._lock:
-            if not self._off and len(self._leases) < _LEASES_MAX:
-                self._leases[lease_id] = leased
+            if not self._off and (lease_id in self._leases or len(self._leases) < _LEASES_MAX):
+                self._leases.setdefault(lease_id, {})[part if answer.is_sparse else None] = leased
         return leased
 
     def sync(self, line: _Line) -> None:
@@ -250,7 +279,7 @@ class Arena:
             recalled = line.sync(time.monotonic() + _SYNC_SECONDS)
         with self._lock:
             # A lease that stands keeps what it needs until it ends; the server asks for nothing that is leased.
-            ended = [lease_id for lease_id, leased in self._leases.items() if not leased.stands]
+            ended = [lease_id for lease_id, known in self._leases.items() if not all(o.stands for o in known.values())]
             dropped: list[object] = [self._leases.pop(lease_id) for lease_id in ended]
             dropped += [self._mappings.pop(number) for number in recalled if number in self._mappings]
         dropped.clear()
@@ -313,7 +342,7 @@ class _Line:
     Asked by one thread at a time. The connection is closed by the thread, when nothing is mapped any more.
     """
 
-    def __init__(self, connected: socket.socket, arena: Arena) -> None:
+    def __init__(self, connected: socket.socket, arena: Arena, ends_at: float) -> None:
         self._socket = connected
         self._arena = arena
         self._last_id = 0
@@ -326,7 +355,7 @@ class _Line:
         self._is_closed = False
         self._pid = os.getpid()
         try:
-            self.board, bell = self._receive_board()
+            self.board, bell = self._receive_board(ends_at)
             self._bell: _Bell | None = bell
         except BaseException:
             connected.close()
@@ -340,9 +369,18 @@ class _Line:
             return False
         return True
 
-    def place(self, lease_id: int, part: int | None, ends_at: float) -> frames.Placed:
+    @property
+    def knows_parts(self) -> bool:
+        """Whether the server tells places of sparse parts."""
+        return bool(self._knows & frames.KNOWS_PLACE_PART)
+
+    def place(self, lease_id: int, part: int | None, ends_at: float) -> PlacedPart:
         """Where a lease lies; what is to be mapped for that is mapped, and handed out by `take_new`."""
-        return frames.decode_placed(self._ask(frames.encode_place(self._next_id(), lease_id, part), ends_at))
+        if part is not None and self.knows_parts:
+            asked = frames.encode_place_part(self._next_id(), lease_id, part)
+            return frames.decode_placed_part(self._ask(asked, ends_at))
+        placed = frames.decode_placed(self._ask(frames.encode_place(self._next_id(), lease_id, part), ends_at))
+        return PlacedPart(placed, is_sparse=False, first_block=0, index=0)
 
     def take_new(self) -> list[Mapping]:
         """What was mapped since the last time."""
@@ -367,12 +405,13 @@ class _Line:
         self._socket.close()
         self._bell = None
 
-    def _receive_board(self) -> tuple[Words, _Bell]:
-        header, body, descriptors = receive_frame(self._socket)
+    def _receive_board(self, ends_at: float) -> tuple[Words, _Bell]:
+        header, body, descriptors = receive_frame(self._socket, ends_at)
         try:
             if header.kind is not wire.Kind.DATA or len(descriptors) != 2:
                 raise wire.WireFormatError(f"an arena begins with {header} and {len(descriptors)} descriptors")
-            board = map_board(descriptors[0], frames.decode_board(body))
+            word_count, self._knows = frames.decode_board(body)
+            board = map_board(descriptors[0], word_count)
             return board, _Bell(os.dup(descriptors[1]))
         finally:
             close_all(descriptors)
@@ -387,8 +426,7 @@ class _Line:
         self._socket.settimeout(max(0.001, ends_at - time.monotonic()))
         self._socket.sendall(frame)
         while True:
-            self._socket.settimeout(max(0.001, ends_at - time.monotonic()))
-            header, body, descriptors = receive_frame(self._socket)
+            header, body, descriptors = receive_frame(self._socket, ends_at)
             try:
                 if header.call_id != call_id:
                     raise wire.WireFormatError(f"a frame is of call {header.call_id}, expected {call_id}")
@@ -492,9 +530,9 @@ def _off_from_the_start(address: UnixAddress | TcpAddress) -> str:
 def _copied(leased: _Leased, request: pb.LoadRequest, part: int | None, target: Bytes1D) -> int:
     """Copy what there is of a load; 0 if the lease has ended by the end of it."""
     reader = leased.reader
-    parts = reader.parts(part)
-    count = min(request.blocks, reader.blocks - request.from_block)
-    if parts is None or count <= 0 or reader.row_bytes(parts) * request.blocks != target.size or not leased.stands:
+    parts = leased.parts(part)
+    count = leased.shows(request)
+    if parts is None or not count or reader.row_bytes(parts) * request.blocks != target.size or not leased.stands:
         return 0
-    reader.copy(request.from_block, count, parts, target)
+    reader.copy(request.from_block - leased.first_block, count, parts, target)
     return count if leased.stands else 0

@@ -28,6 +28,9 @@ _BOARD = struct.Struct("<II")
 _MAPPINGS = struct.Struct("<II")
 _MAPPING = struct.Struct("<IIIIQ")
 _PLACED = struct.Struct("<IIII")
+_PART = struct.Struct("<III")
+# In the frame of the board: what the server knows beyond PLACE and SYNC, which all do.
+KNOWS_PLACE_PART = 1
 
 Words = NDArray[np.uint64]
 Slots = NDArray[np.uint32]
@@ -38,6 +41,7 @@ class ArenaMethod(enum.IntEnum):
 
     PLACE = 1
     SYNC = 2
+    PLACE_PART = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,20 @@ class Placed:
     slots: Slots
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedPart:
+    """Where one part of a lease lies: `placed` is of the blocks from `first_block` on.
+
+    `index` is the number of the part among those of the extents. Where `is_sparse` is false, `placed` says where all
+    dense parts lie, as an answer to PLACE does.
+    """
+
+    placed: Placed
+    is_sparse: bool
+    first_block: int
+    index: int
+
+
 def encode_place(call_id: int, lease_id: int, part: int | None) -> bytes:
     """Where do the blocks of a lease lie? The part is the one that is read, for the books."""
     body = _PLACE.pack(lease_id, NO_PART if part is None else part, 0)
@@ -77,6 +95,12 @@ def decode_place(body: bytes) -> tuple[int, int | None]:
         raise WireFormatError(f"a PLACE has {len(body)} bytes, expected {_PLACE.size}")
     lease_id, part, _ = _PLACE.unpack(body)
     return lease_id, None if part == NO_PART else part
+
+
+def encode_place_part(call_id: int, lease_id: int, part: int) -> bytes:
+    """Where does this part of a lease lie, dense or sparse? Asked of servers that know it alone."""
+    body = _PLACE.pack(lease_id, part, 0)
+    return wire.encode_frame(wire.Kind.REQUEST, body, call_id=call_id, code=ArenaMethod.PLACE_PART)
 
 
 def encode_sync(call_id: int, unmapped_ids: list[int]) -> bytes:
@@ -96,17 +120,17 @@ def decode_ids(body: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(body, dtype="<u4").tolist())
 
 
-def encode_board(word_count: int) -> bytes:
+def encode_board(word_count: int, knows: int = 0) -> bytes:
     """The first frame of a server; with it come the board and the bell."""
-    return wire.encode_frame(wire.Kind.DATA, _BOARD.pack(word_count, 0), call_id=0)
+    return wire.encode_frame(wire.Kind.DATA, _BOARD.pack(word_count, knows), call_id=0)
 
 
-def decode_board(body: bytes) -> int:
-    """How many words the board has. Raises WireFormatError."""
+def decode_board(body: bytes) -> tuple[int, int]:
+    """How many words the board has, and what its server knows. Raises WireFormatError."""
     if len(body) != _BOARD.size:
         raise WireFormatError(f"a board is announced in {len(body)} bytes, expected {_BOARD.size}")
-    words: int = _BOARD.unpack(body)[0]
-    return words
+    words, knows = _BOARD.unpack(body)
+    return words, knows
 
 
 def encode_mappings(call_id: int, lent: list[LentExtent]) -> bytes:
@@ -141,8 +165,12 @@ def decode_mappings(body: bytes) -> list[LentExtent]:
 
 def encode_placed(call_id: int, placed: Placed) -> bytes:
     """The answer to a PLACE."""
-    head = _PLACED.pack(placed.word, len(placed.mapping_ids), placed.slots.size, 0)
-    body = head + _numbers(placed.mapping_ids) + placed.slots.astype("<u4", copy=False).tobytes()
+    return wire.encode_frame(wire.Kind.RESPONSE, _placed_body(placed), call_id=call_id)
+
+
+def encode_placed_part(call_id: int, part: PlacedPart) -> bytes:
+    """The answer to a PLACE_PART."""
+    body = _PART.pack(part.is_sparse, part.first_block, part.index) + _placed_body(part.placed)
     return wire.encode_frame(wire.Kind.RESPONSE, body, call_id=call_id)
 
 
@@ -156,6 +184,21 @@ def decode_placed(body: bytes) -> Placed:
         raise WireFormatError(f"places are told in {len(body)} bytes, expected {expected_bytes}")
     numbers = np.frombuffer(body, dtype="<u4", offset=_PLACED.size)
     return Placed(word, tuple(numbers[:mapping_count].tolist()), numbers[mapping_count:].astype(np.uint32))
+
+
+def decode_placed_part(body: bytes) -> PlacedPart:
+    """Raises WireFormatError for one that says less, or more, than it announces."""
+    if len(body) < _PART.size:
+        raise WireFormatError(f"places of a part are told in {len(body)} bytes, expected at least {_PART.size}")
+    is_sparse, first_block, index = _PART.unpack_from(body)
+    if is_sparse > 1:
+        raise WireFormatError(f"a part is of kind {is_sparse}, expected 0 (dense) or 1 (sparse)")
+    return PlacedPart(decode_placed(body[_PART.size :]), bool(is_sparse), first_block, index)
+
+
+def _placed_body(placed: Placed) -> bytes:
+    head = _PLACED.pack(placed.word, len(placed.mapping_ids), placed.slots.size, 0)
+    return head + _numbers(placed.mapping_ids) + placed.slots.astype("<u4", copy=False).tobytes()
 
 
 def _is_sound(lent: LentExtent) -> bool:

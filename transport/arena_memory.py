@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import socket
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -128,15 +129,16 @@ def map_board(fd: int, word_count: int) -> Words:
     return map_read_only(fd, word_count * WORD_BYTES).view(np.uint64)
 
 
-def receive_frame(connected: socket.socket) -> tuple[wire.Header, bytes, list[int]]:
+def receive_frame(connected: socket.socket, ends_at: float) -> tuple[wire.Header, bytes, list[int]]:
     """The next frame and the descriptors that came with it, which are the caller's.
 
-    Raises OSError (TimeoutError by the socket's own time), ConnectionError at the end, WireFormatError.
+    All of it is there by `ends_at`, however little comes at a time. Raises OSError (TimeoutError if it is late),
+    ConnectionError at the end, WireFormatError.
     """
     descriptors: list[int] = []
     try:
-        header = wire.decode_header(_receive(connected, wire.HEADER_BYTES, descriptors), 0, _BODY_BYTES_MAX)
-        return header, _receive(connected, header.body_bytes, descriptors), descriptors
+        header = wire.decode_header(_receive(connected, wire.HEADER_BYTES, descriptors, ends_at), 0, _BODY_BYTES_MAX)
+        return header, _receive(connected, header.body_bytes, descriptors, ends_at), descriptors
     except BaseException:
         close_all(descriptors)
         raise
@@ -148,11 +150,15 @@ def close_all(descriptors: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _receive(connected: socket.socket, nbytes: int, descriptors: list[int]) -> bytes:
+def _receive(connected: socket.socket, nbytes: int, descriptors: list[int], ends_at: float) -> bytes:
     raw = bytearray(nbytes)
     unfilled = memoryview(raw)
     room = socket.CMSG_SPACE(4 * DESCRIPTORS_MAX)
     while unfilled:
+        left_seconds = ends_at - time.monotonic()
+        if left_seconds <= 0:
+            raise TimeoutError("a frame of the arena did not come in time")
+        connected.settimeout(left_seconds)
         count, ancillary, flags, _ = connected.recvmsg_into([unfilled], room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

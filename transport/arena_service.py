@@ -24,7 +24,7 @@ from kvstore.errors import ClosedError, InvalidArgumentError, KvstoreError, NoSp
 from kvstore.transport import arena_frames as frames
 from kvstore.transport import wire
 from kvstore.transport.arena_board import Board
-from kvstore.transport.arena_frames import ArenaMethod, LentExtent, Placed
+from kvstore.transport.arena_frames import ArenaMethod, LentExtent, Placed, PlacedPart
 from kvstore.transport.calls import INTERNAL_DETAILS
 from kvstore.transport.status import status_of
 from kvstore.transport.tenants import under_way
@@ -158,7 +158,7 @@ class ArenaConnection:
         self._board = board = Board(min(self._lane.state.limits.leases_per_session, _WORDS_MAX))
         shown = board.take_read_only()
         try:
-            await self._send(frames.encode_board(board.word_count), [shown, self._bell])
+            await self._send(frames.encode_board(board.word_count, frames.KNOWS_PLACE_PART), [shown, self._bell])
         finally:
             os.close(shown)
         while True:
@@ -188,9 +188,8 @@ class ArenaConnection:
             if header.code == ArenaMethod.SYNC:
                 answer = frames.encode_recalled(header.call_id, self._sync(frames.decode_ids(body)))
             else:
-                lease_id, part = frames.decode_place(body)
-                place = partial(self._place, lease_id, part, lent, descriptors)
-                answer = frames.encode_placed(header.call_id, await self._lane.state.short.run(place))
+                place = partial(self._answer_place, header, *frames.decode_place(body), lent, descriptors)
+                answer = await self._lane.state.short.run(place)
         except KvstoreError as error:
             if isinstance(error, wire.WireFormatError):
                 self._lane.refuse("malformed")
@@ -246,27 +245,42 @@ class ArenaConnection:
         for one in ended:
             one.hold.release()
 
-    def _place(self, lease_id: int, part: int | None, lent: list[LentExtent], descriptors: list[int]) -> Placed:
+    def _answer_place(
+        self, header: wire.Header, lease_id: int, part: int | None, lent: list[LentExtent], descriptors: list[int]
+    ) -> bytes:
         """Where the leading blocks of a lease lie; adds what the client is still to map. Runs in a thread."""
         self._session.principal.require("Load")
         with under_way(self._lane.state.tenants, self._session.principal.tenant):
             held = self._session.leases.get(lease_id)
-            if part is not None and not 0 <= part < held.layout.part_count:
-                raise InvalidArgumentError(f"part is {part}, expected 0..{held.layout.part_count - 1} to read in place")
-            if not isinstance(held.handle, Placer):
-                return _NOWHERE
-            word = self._word(lease_id, held.handle)
-            places = held.handle.places(part=part)
-            slots = places.slots
-            mapping_ids = []
-            for extent in places.pool.extents_of(slots):
-                mapping_id = self._lend(places.pool, extent, lent, descriptors)
-                if mapping_id is None:
-                    slots = slots[: _first_in(extent, slots)]
-                else:
-                    mapping_ids.append(mapping_id)
-            self._require_word(lease_id)
-            return Placed(word, tuple(mapping_ids), slots)
+            layout, knows_sparse = held.layout, header.code == ArenaMethod.PLACE_PART
+            end = len(layout.parts) if knows_sparse else layout.part_count
+            if not (0 <= part < end if part is not None else not knows_sparse):
+                raise InvalidArgumentError(f"part is {part}, expected 0..{end - 1} to read in place")
+            placed, first_block, index = _NOWHERE, 0, 0
+            if isinstance(held.handle, Placer):
+                word = self._word(lease_id, held.handle)
+                places = held.handle.places(part=part)
+                placed = self._lend_all(lease_id, word, places, lent, descriptors)
+                first_block, index = places.first_block, places.index
+            if not knows_sparse or part is None:
+                return frames.encode_placed(header.call_id, placed)
+            is_sparse = layout.group_of(part) is not None
+            return frames.encode_placed_part(header.call_id, PlacedPart(placed, is_sparse, first_block, index))
+
+    def _lend_all(
+        self, lease_id: int, word: int, places: LeasedPlaces, lent: list[LentExtent], descriptors: list[int]
+    ) -> Placed:
+        """What the client is told of places, and given to map; fewer where it cannot have an extent."""
+        slots = places.slots
+        mapping_ids = []
+        for extent in places.pool.extents_of(slots):
+            mapping_id = self._lend(places.pool, extent, lent, descriptors)
+            if mapping_id is None:
+                slots = slots[: _first_in(extent, slots)]
+            else:
+                mapping_ids.append(mapping_id)
+        self._require_word(lease_id)
+        return Placed(word, tuple(mapping_ids), slots)
 
     def _word(self, lease_id: int, lease: Placer) -> int:
         """The word of a lease, which is cleared when it ends."""

@@ -10,7 +10,7 @@ import hmac
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvstore import __version__
 from kvstore.errors import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection
 
     from kvstore.api import KvStore, Lease, Stage
+    from kvstore.events import EventPage
     from kvstore.transport.lookup_frames import Lookup
     from kvstore.transport.session import Session
     from kvstore.transport.state import ServiceState
@@ -57,6 +58,15 @@ class _Chunk:
     blocks: int
     frames: list[bytes]
     complete: bool
+
+
+@runtime_checkable
+class TenantLogs(Protocol):
+    """A store that keeps a log of events for each tenant beside that of all: see kvstore.events."""
+
+    def tenant_events(self, tenant: str, *, after: int, limit: int, wait_seconds: float) -> EventPage:
+        """A page of a tenant's own, as `KvStore.events` is one of all."""
+        ...
 
 
 class CacheService:
@@ -386,10 +396,11 @@ class CacheService:
         raise UnavailableError("the server is stopping")
 
     def _events(self, tenant: str | None, after: int, limit: int, wait_seconds: float) -> block_pb2.EventPage:
-        page = self._store.events(after=after, limit=limit, wait_seconds=wait_seconds)
-        if tenant is not None:
-            own = tuple(event for event in page.events if self._state.namespaces.is_of(event.ns_id, tenant))
-            page = replace(page, events=own)
+        if tenant is None:
+            return convert.page_to_proto(self._store.events(after=after, limit=limit, wait_seconds=wait_seconds))
+        if not isinstance(self._store, TenantLogs):
+            raise PermissionDeniedError("this store has one log of events, which is not told to callers of one tenant")
+        page = self._store.tenant_events(tenant, after=after, limit=limit, wait_seconds=wait_seconds)
         return convert.page_to_proto(page)
 
     def _tokens(self, packed: bytes) -> TokenArray:

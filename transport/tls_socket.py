@@ -83,21 +83,24 @@ class TlsSocket(ssl.SSLSocket):
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]  # noqa: ANN401
         """Send all of the buffers in turn, as far as the time goes; returns the bytes sent.
 
-        For connections that one thread uses at a time: it waits in OpenSSL's stead for many records at once.
+        For connections that one thread uses at a time: it waits in OpenSSL's stead for many records at once. A record
+        takes 9 us, so what Python does for each is kept to one call: `send` and `recv_into` cost 6 to 9 % more CPU.
         """
         ends_at = _after(self._send_seconds)
         sent_bytes = 0
-        send = super().send
+        write = super().write
         for buffer in buffers:
             unsent = memoryview(buffer).cast("B")
             while unsent.nbytes:
                 try:
-                    step_bytes = send(unsent)
+                    step_bytes = write(unsent)
                 except ssl.SSLWantWriteError:
                     if not self._is_ready(select.POLLOUT, ends_at):
                         return self._partly(sent_bytes)
                 except ssl.SSLError as err:
                     raise _refused(err) from err
+                except ValueError as err:
+                    raise ConnectionError("the connection was closed") from err
                 else:
                     sent_bytes += step_bytes
                     unsent = unsent[step_bytes:]
@@ -139,16 +142,18 @@ class TlsSocket(ssl.SSLSocket):
 
     def _fill(self, buffers: Iterable[Any], ends_at: float | None) -> int:
         received_bytes = 0
-        receive = super().recv_into
+        read = super().read
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             while view.nbytes:
                 try:
-                    step_bytes = receive(view)
+                    step_bytes: int = read(view.nbytes, view)  # type: ignore[assignment]  # into a buffer: their number
                 except TimeoutError:
                     return self._partly(received_bytes)
                 except ssl.SSLError as err:
                     raise _refused(err) from err
+                except ValueError as err:
+                    raise ConnectionError("the connection was closed") from err
                 if not step_bytes:
                     return received_bytes
                 received_bytes += step_bytes

@@ -33,10 +33,15 @@ _DISK_BATCH_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class LeasedPlaces:
-    """Slots of a pool in which leading blocks of a lease lie, true until it ends."""
+    """Slots of a pool in which blocks of a lease lie, those from `first_block` on, true until it ends.
+
+    `index` is the number of a sparse part among those of its pool.
+    """
 
     pool: HostPool
     slots: Slots
+    first_block: int = 0
+    index: int = 0
 
 
 class StoreLease:
@@ -119,8 +124,11 @@ class StoreLease:
     def places(self, *, part: int | None) -> LeasedPlaces:
         """Where leading blocks lie in host memory, for who reads them there; counts each as loaded once, by `part`.
 
-        They are right as long as the lease has not ended; see `watch`. Raises ClosedError if it has.
+        Of a sparse part: where the leading ones lie of those that the match needs. They are right as long as the lease
+        has not ended; see `watch`. Raises ClosedError if it has.
         """
+        if part is not None and self._space.layout.group_of(part) is not None:
+            return self._sparse_places(part)
         with self._lock:
             self._check_open()
             with self._index.lock:
@@ -159,6 +167,17 @@ class StoreLease:
         """In the child of a fork: the lease stays the parent's, and is over here."""
         self._lock = threading.Lock()
         self._open = False
+
+    def _sparse_places(self, part: int) -> LeasedPlaces:
+        with self._lock:
+            self._check_open()
+            group = self._sparse.group(part)
+            with self._index.lock:
+                slots = self._sparse.slots(part)
+                new_blocks = max(0, int(slots.size) - self._placed.get(part, 0))
+                self._space.budget.earn(new_blocks * self._space.layout.part_bytes(part))
+            self._placed[part] = int(slots.size)
+            return LeasedPlaces(group.host, slots, self._sparse.first_block(part), part - group.parts.start)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -332,7 +332,7 @@ class Space:
     def clear(self) -> Freed:
         """Remove everything, as `drop` does."""
         removed = self.tree.clear()
-        self._events.append(EventKind.CLEARED, self.ns_id)
+        self._events.append(EventKind.CLEARED, self.ns_id, tenant=self.namespace.tenant)
         self._clearing = True
         freed = self._freed(removed)
         return freed if self.states is None else replace(freed, sparse=freed.sparse + self.states.clear())
@@ -359,7 +359,13 @@ class Space:
         """Tell the event log that blocks entered a tier; root and parent where they are new on this node."""
         if keys:
             self._events.append(
-                EventKind.STORED, self.ns_id, root_key=root_key, tier=tier, parent_key=parent_key, keys=tuple(keys)
+                EventKind.STORED,
+                self.ns_id,
+                tenant=self.namespace.tenant,
+                root_key=root_key,
+                tier=tier,
+                parent_key=parent_key,
+                keys=tuple(keys),
             )
 
     def announce_new(self, keys: Sequence[bytes], path_keys: Sequence[bytes], first: int) -> None:
@@ -369,6 +375,7 @@ class Space:
             self._events.append(
                 EventKind.STORED,
                 self.ns_id,
+                tenant=self.namespace.tenant,
                 root_key=path_keys[0],
                 tier=Tier.HOST,
                 parent_key=path_keys[first],
@@ -381,7 +388,7 @@ class Space:
         """Tell the event log that states left a tier, or all of them."""
         keys = tuple(state.key for state in states)
         if keys:
-            self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=keys, last_copy=is_last_copy)
+            self._tell_removed(tier, keys, last_copy=is_last_copy)
 
     def adopt(self, recovered: Iterable[RecoveredBlock], tick: int, ends: Collection[bytes] = frozenset()) -> Slots:
         """Take what the disk held into the (still empty) tree; returns the slots of what has no place in it.
@@ -480,8 +487,11 @@ class Space:
         self, keys: np.ndarray[tuple[int, int], np.dtype[np.uint8]], tier: Tier | None, *, last_copy: bool
     ) -> None:
         if len(keys) and not self._clearing:
-            names = tuple(hashing.split_keys(keys))
-            self._events.append(EventKind.REMOVED, self.ns_id, tier=tier, keys=names, last_copy=last_copy)
+            self._tell_removed(tier, tuple(hashing.split_keys(keys)), last_copy=last_copy)
+
+    def _tell_removed(self, tier: Tier | None, keys: tuple[bytes, ...], *, last_copy: bool) -> None:
+        tenant = self.namespace.tenant
+        self._events.append(EventKind.REMOVED, self.ns_id, tenant=tenant, tier=tier, keys=keys, last_copy=last_copy)
 
     def _freed(self, removed: Removed) -> Freed:
         is_condemned = self.tree.condemned

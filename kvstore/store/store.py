@@ -403,19 +403,19 @@ class Store:
             return ScrubPage(0, 0, 0, 0, 0, None)
         step = self._disk.scrub(after, limit_bytes)
         drop_bad(self._index, self._room, step)
-        bad = len(step.bad)
-        if bad:
+        if bad := len(step.bad):
             logger.warning("blocks on disk were wrong and are dropped: blocks=%d", bad)
         return ScrubPage(step.blocks, step.read_bytes, bad, step.repaired_slots, step.remaining_blocks, step.next_after)
 
     def events(self, *, after: int = 0, limit: int = 1000, wait_seconds: float = 0.0) -> EventPage:
         """The log of what was stored and removed; see kvstore.api.KvStore."""
         self._check_open()
-        if after < 0 or limit < 1 or wait_seconds < 0:
-            raise InvalidArgumentError(
-                f"after={after}, limit={limit}, wait_seconds={wait_seconds}: expected at least 0, 1 and 0"
-            )
         return self._index.events.read(after, limit, wait_seconds)
+
+    def tenant_events(self, tenant: str, *, after: int, limit: int, wait_seconds: float) -> EventPage:
+        """The same of the namespaces of one tenant, with sequences of their own."""
+        self._check_open()
+        return self._index.events.read_own(tenant, after, limit, wait_seconds)
 
     def boundaries(self, every_tokens: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """Namespaces and keys of the blocks that end at a multiple of so many tokens; see boundaries.py."""

@@ -219,8 +219,11 @@ def test_a_tenant_hears_nothing_of_others(fortress: Fortress, lane: str):
     ns_id = writer.namespace_id(OURS)
     assert {ns_id} == {event.ns_id for event in writer.events().events}
     assert (1, BLOCKS) == (writer.stats().lookups, writer.stats().stored_blocks)
+    assert (0, False) == ((nothing := stranger.events()).next_after, nothing.gap)
     store_prompt(stranger, THEIRS, PROMPT)
-    assert {stranger.namespace_id(THEIRS)} == {event.ns_id for event in stranger.events().events}
+    heard = stranger.events()
+    assert {stranger.namespace_id(THEIRS)} == {event.ns_id for event in heard.events}
+    assert list(range(1, heard.next_after + 1)) == [event.sequence for event in heard.events]
     everything = fortress.connect("root", lane)
     assert {ns_id, stranger.namespace_id(THEIRS)} == {event.ns_id for event in everything.events().events}
     assert 2 * BLOCKS == everything.stats().stored_blocks

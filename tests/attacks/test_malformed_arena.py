@@ -63,7 +63,7 @@ class Stranger:
         self.session_id = pb.SessionResponse.FromString(self.call(Method.Session, pb.SessionRequest())).session_id
         self.arena, verdict = dialled(address, Lane.ARENA, self.session_id)
         assert verdict is Verdict.OK
-        header, _, descriptors = receive_frame(self.arena)
+        header, _, descriptors = receive_frame(self.arena, time.monotonic() + 10)
         assert (Kind.DATA, 2) == (header.kind, len(descriptors))
         self.bell = descriptors[1]
         os.close(descriptors[0])
@@ -72,7 +72,7 @@ class Stranger:
         """A call on the control connection."""
         frame = wire.encode_frame(Kind.REQUEST, request.SerializeToString(), call_id=method, code=method)
         self.control.sendall(frame)
-        header, body, _ = receive_frame(self.control)
+        header, body, _ = receive_frame(self.control, time.monotonic() + 10)
         if header.kind is Kind.ERROR:
             raise wire.decode_error(header.code, body, "there")
         return body
@@ -90,7 +90,7 @@ class Stranger:
         self.arena.sendall(frame)
         got: list[int] = []
         while True:
-            header, body, descriptors = receive_frame(self.arena)
+            header, body, descriptors = receive_frame(self.arena, time.monotonic() + 10)
             got += descriptors
             if header.kind is Kind.ERROR:
                 raise wire.decode_error(header.code, body, "there")
@@ -304,7 +304,7 @@ def test_descriptors_that_a_client_sends_are_not_kept(served: ServedStore, stran
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stranger.bell] * 100))]
     for _ in range(20):
         stranger.arena.sendmsg([frames.encode_sync(1, [])], rights)
-        assert Kind.RESPONSE is receive_frame(stranger.arena)[0].kind
+        assert Kind.RESPONSE is receive_frame(stranger.arena, time.monotonic() + 10)[0].kind
     assert len(os.listdir("/proc/self/fd")) < before + 100  # of 2,000
 
 

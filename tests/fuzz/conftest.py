@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -164,6 +166,17 @@ class Fuzz:
             "seconds": round(self.seconds, 1),
             "seed": self.seed,
         }
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: to open a file anew for each execution takes a disk milliseconds."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="kvstore-fuzz-", dir=shared) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

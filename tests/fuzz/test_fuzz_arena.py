@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.transport import arena_frames as frames
 from kvstore.transport import wire
-from kvstore.transport.arena_frames import LentExtent, Placed
+from kvstore.transport.arena_frames import LentExtent, Placed, PlacedPart
 from kvstore.transport.wire import WireFormatError
 
 if TYPE_CHECKING:
@@ -44,11 +44,15 @@ AGAIN: dict[str, tuple[list[bytes], Callable[[bytes], bytes]]] = {
         [frames.encode_place(0, 77, 1), frames.encode_place(0, 2**64 - 1, None)],
         lambda raw: frames.encode_place(0, *frames.decode_place(raw)),
     ),
+    "placed part": (
+        [frames.encode_placed_part(0, PlacedPart(Placed(9, (3, 4), SLOTS), True, 2, 1))],
+        lambda raw: frames.encode_placed_part(0, frames.decode_placed_part(raw)),
+    ),
     "ids": (
         [frames.encode_sync(0, [1, 2, 2**32 - 1]), frames.encode_sync(0, [])],
         lambda raw: frames.encode_sync(0, list(frames.decode_ids(raw))),
     ),
-    "board": ([frames.encode_board(1024)], lambda raw: frames.encode_board(frames.decode_board(raw))),
+    "board": ([frames.encode_board(1024)], lambda raw: frames.encode_board(*frames.decode_board(raw))),
 }
 
 

@@ -119,8 +119,8 @@ def text_of(mutator: Mutator, seeds: Sequence[str]) -> bytes:
     return "".join(words).encode()
 
 
-def test_an_access_file_is_read_or_refused(fuzz: Fuzz, tmp_path: Path) -> None:
-    file = tmp_path / "access.toml"
+def test_an_access_file_is_read_or_refused(fuzz: Fuzz, memory_path: Path) -> None:
+    file = memory_path / "access.toml"
     file.touch(mode=0o600)
 
     def target(raw: bytes) -> None:
@@ -134,8 +134,8 @@ def test_an_access_file_is_read_or_refused(fuzz: Fuzz, tmp_path: Path) -> None:
     fuzz.run(2_000, lambda mutator: text_of(mutator, [ACCESS_FILE]), target)
 
 
-def test_only_the_token_itself_lets_in(fuzz: Fuzz, tmp_path: Path) -> None:
-    file = tmp_path / "access.toml"
+def test_only_the_token_itself_lets_in(fuzz: Fuzz, memory_path: Path) -> None:
+    file = memory_path / "access.toml"
     file.touch(mode=0o600)
     file.write_text(ACCESS_FILE)
     access = Access(file, None, Role.READ, ManualClock())
@@ -149,10 +149,10 @@ def test_only_the_token_itself_lets_in(fuzz: Fuzz, tmp_path: Path) -> None:
     fuzz.run(10_000, lambda mutator: mutator.mutated([TOKEN.encode(), JWT.encode()]).decode("latin-1"), target)
 
 
-def test_published_keys_and_their_tokens_are_read_or_refused(fuzz: Fuzz, tmp_path: Path) -> None:
+def test_published_keys_and_their_tokens_are_read_or_refused(fuzz: Fuzz, memory_path: Path) -> None:
     """Nobody has the keys: no token lets in, whichever of the two is damaged."""
     pytest.importorskip("jwt", reason="needs the extra jwt")
-    file = tmp_path / "keys.json"
+    file = memory_path / "keys.json"
     file.write_text(KEYS_FILE)
     whole = JwtKeys(str(file), RULES, ManualClock())
 
@@ -172,8 +172,8 @@ def test_published_keys_and_their_tokens_are_read_or_refused(fuzz: Fuzz, tmp_pat
     fuzz.run(1_000, make, target)
 
 
-def test_a_file_of_settings_is_read_or_refused(fuzz: Fuzz, tmp_path: Path) -> None:
-    file = tmp_path / "kvstore.toml"
+def test_a_file_of_settings_is_read_or_refused(fuzz: Fuzz, memory_path: Path) -> None:
+    file = memory_path / "kvstore.toml"
 
     file.write_text(CONFIG_FILE)
     assert 64 << 20 == load_config(file=file, environ={}).config.tiers.host.capacity_bytes
@@ -187,8 +187,8 @@ def test_a_file_of_settings_is_read_or_refused(fuzz: Fuzz, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["namespace.toml", "namespace.json"])
-def test_a_file_of_a_namespace_is_read_or_refused(fuzz: Fuzz, tmp_path: Path, name: str) -> None:
-    file = tmp_path / name
+def test_a_file_of_a_namespace_is_read_or_refused(fuzz: Fuzz, memory_path: Path, name: str) -> None:
+    file = memory_path / name
     table = {"model": "m", "revision": "r", "layout": {"layers": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}}
     seeds = [NAMESPACE_FILE] if name.endswith("toml") else [json.dumps({**table, "root": {"adapter": "lora"}})]
     nothing = dict.fromkeys(
@@ -208,8 +208,8 @@ def test_a_file_of_a_namespace_is_read_or_refused(fuzz: Fuzz, tmp_path: Path, na
     fuzz.run(1_000, lambda mutator: text_of(mutator, seeds), target)
 
 
-def test_a_file_of_tokens_is_read_or_refused(fuzz: Fuzz, tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
+def test_a_file_of_tokens_is_read_or_refused(fuzz: Fuzz, memory_path: Path) -> None:
+    file = memory_path / "tokens"
     arguments = argparse.Namespace(tokens=[], tokens_file=str(file))
 
     def target(raw: bytes) -> None:

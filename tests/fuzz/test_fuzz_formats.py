@@ -68,8 +68,8 @@ def damaged(mutator: Mutator, seeds: Sequence[bytes]) -> bytes:
     return sealed(raw) if mutator.random.random() < 0.6 else mutator.mutated(seeds)
 
 
-def test_a_superblock_is_read_or_refused(fuzz: Fuzz, tmp_path: Path) -> None:
-    path = tmp_path / "superblock"
+def test_a_superblock_is_read_or_refused(fuzz: Fuzz, memory_path: Path) -> None:
+    path = memory_path / "superblock"
 
     def target(raw: bytes) -> None:
         path.write_bytes(raw)

@@ -246,13 +246,13 @@ def _cut_short(message: Any) -> Any:
 
 
 def test_only_errors_of_kvstore_come_out_and_nothing_is_left(
-    fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fuzz: Fuzz, memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_WATCH_SECONDS", WAIT_NANOS / 1e9)
     outcomes: Counter[str] = Counter()
     batches = fuzz.batches(CALLS, CALLS_PER_SESSION)
     for first in batches:
-        path = tmp_path / str(first[0])
+        path = memory_path / str(first[0])
         with kvstore.open(path, host_bytes=4 * MIB, disk_bytes=16 * MIB) as store:
             for number, count in itertools.chain((first,), itertools.islice(batches, SESSIONS_PER_STORE - 1)):
                 store_prompt(store, NAMESPACE, PROMPT)

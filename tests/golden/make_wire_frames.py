@@ -48,12 +48,17 @@ GOLDEN = {
     "client hello, arena": struct.pack("<8sHHB3x16s", MAGIC, 1, 1, 3, SESSION_ID),
     "server hello, no arena": struct.pack("<8sHHHHQ", MAGIC, 0, 1, 1, 5, 4194304),
     "arena: board": frame(5, struct.pack("<II", 1024, 0), 0),
+    "arena: board that knows PLACE_PART": frame(5, struct.pack("<II", 1024, 1), 0),
     "arena: place": frame(1, struct.pack("<QII", 77, 1, 0), 12, code=1),
     "arena: place all parts": frame(1, struct.pack("<QII", 77, 2**32 - 1, 0), 12, code=1),
+    "arena: place part": frame(1, struct.pack("<QII", 77, 3, 0), 12, code=3),
     "arena: mappings": frame(
         5, struct.pack("<II", 1, 0) + struct.pack("<IIIIQ4Q", 3, 100, 50, 2, 28672, 333, 160, 0, 20480), 12
     ),
     "arena: placed": frame(2, struct.pack("<IIII", 9, 2, 3, 0) + struct.pack("<5I", 3, 4, 100, 101, 7), 12),
+    "arena: placed part": frame(
+        2, struct.pack("<III", 1, 2, 1) + struct.pack("<IIII", 9, 2, 3, 0) + struct.pack("<5I", 3, 4, 100, 101, 7), 12
+    ),
     "arena: sync": frame(1, struct.pack("<2I", 3, 4), 13, code=2),
     "arena: recalled": frame(2, struct.pack("<I", 5), 13),
 }

@@ -34,12 +34,16 @@ def body(frame: bytes) -> bytes:
 
 
 def test_the_golden_frames_are_read_back():
-    assert 1024 == frames.decode_board(GOLDEN["board"])
+    assert (1024, 0) == frames.decode_board(GOLDEN["board"])
+    assert (1024, frames.KNOWS_PLACE_PART) == frames.decode_board(GOLDEN["board that knows PLACE_PART"])
     assert (77, 1) == frames.decode_place(GOLDEN["place"])
+    assert (77, 3) == frames.decode_place(GOLDEN["place part"])
     assert (77, None) == frames.decode_place(GOLDEN["place all parts"])
     assert [SOUND] == frames.decode_mappings(GOLDEN["mappings"])
     placed = frames.decode_placed(GOLDEN["placed"])
     assert (9, (3, 4), [100, 101, 7]) == (placed.word, placed.mapping_ids, placed.slots.tolist())
+    part = frames.decode_placed_part(GOLDEN["placed part"])
+    assert (True, 2, 1, [100, 101, 7]) == (part.is_sparse, part.first_block, part.index, part.placed.slots.tolist())
     assert (3, 4) == frames.decode_ids(GOLDEN["sync"])
     assert (5,) == frames.decode_ids(GOLDEN["recalled"])
 
@@ -53,7 +57,14 @@ def test_places_are_read_as_they_are_written(word: int, mapping_ids: list[int], 
 
 @pytest.mark.parametrize(
     "decode",
-    [frames.decode_board, frames.decode_place, frames.decode_mappings, frames.decode_placed, frames.decode_ids],
+    [
+        frames.decode_board,
+        frames.decode_place,
+        frames.decode_mappings,
+        frames.decode_placed,
+        frames.decode_placed_part,
+        frames.decode_ids,
+    ],
 )
 @given(raw=st.binary(max_size=200))
 def test_other_bytes_are_read_or_refused(decode: Callable[[bytes], object], raw: bytes):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import array
 import gc
+import itertools
 import os
 import socket
+import struct
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,14 +128,39 @@ def test_as_many_descriptors_as_a_message_takes_come_with_a_frame_and_none_stays
             theirs.sendmsg([frame], rights)
         close_all(sent)
         for words in (1, 2):
-            header, body, descriptors = receive_frame(ours)
-            assert (wire.Kind.DATA, words, DESCRIPTORS_MAX) == (header.kind, decode_board(body), len(descriptors))
+            header, body, descriptors = receive_frame(ours, time.monotonic() + 10)
+            assert (wire.Kind.DATA, words, DESCRIPTORS_MAX) == (header.kind, decode_board(body)[0], len(descriptors))
             assert not any(map(os.get_inheritable, descriptors))
             close_all(descriptors)
         theirs.sendmsg([b"no frame, and too short"[: wire.HEADER_BYTES]], [(*rights[0][:2], array.array("i", [0]))])
         with pytest.raises(WireFormatError):
-            receive_frame(ours)
+            receive_frame(ours, time.monotonic() + 10)
     assert before == len(os.listdir("/proc/self/fd"))
+
+
+def test_a_frame_that_comes_byte_by_byte_is_late_all_the_same():
+    ours, theirs = socket.socketpair()
+    frame = encode_board(1)
+    with ours, theirs:
+        stopped = threading.Event()
+
+        def trickle() -> None:
+            for byte in itertools.cycle(frame[:-1]):
+                if stopped.wait(0.01):
+                    return
+                theirs.send(bytes([byte]))
+
+        theirs.send(struct.pack("<IBBHII", 1 << 20, wire.Kind.DATA, 0, 0, 1, 0))
+        sender = threading.Thread(target=trickle)
+        sender.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(TimeoutError):
+                receive_frame(ours, began + 0.2)
+            assert time.monotonic() - began < 5.0
+        finally:
+            stopped.set()
+            sender.join()
 
 
 def test_memory_that_could_shrink_is_not_mapped():

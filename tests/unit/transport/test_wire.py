@@ -70,13 +70,24 @@ MADE = {
     "client hello, arena": wire.encode_client_hello(Lane.ARENA, SESSION_ID),
     "server hello, no arena": wire.encode_server_hello(Verdict.NO_ARENA, HELLO, 4194304),
     "arena: board": arena_frames.encode_board(1024),
+    "arena: board that knows PLACE_PART": arena_frames.encode_board(1024, arena_frames.KNOWS_PLACE_PART),
     "arena: place": arena_frames.encode_place(12, 77, 1),
     "arena: place all parts": arena_frames.encode_place(12, 77, None),
+    "arena: place part": arena_frames.encode_place_part(12, 77, 3),
     "arena: mappings": arena_frames.encode_mappings(
         12, [arena_frames.LentExtent(3, 100, 50, 28672, (333, 160), (0, 20480))]
     ),
     "arena: placed": arena_frames.encode_placed(
         12, arena_frames.Placed(9, (3, 4), np.array([100, 101, 7], dtype=np.uint32))
+    ),
+    "arena: placed part": arena_frames.encode_placed_part(
+        12,
+        arena_frames.PlacedPart(
+            arena_frames.Placed(9, (3, 4), np.array([100, 101, 7], dtype=np.uint32)),
+            is_sparse=True,
+            first_block=2,
+            index=1,
+        ),
     ),
     "arena: sync": arena_frames.encode_sync(13, [3, 4]),
     "arena: recalled": arena_frames.encode_recalled(13, [5]),
