@@ -104,6 +104,8 @@ class Method(enum.IntEnum):
     Locate = 25
     EvictWriter = 26
     FindWriters = 27
+    Drain = 28
+    Undrain = 29
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -134,6 +136,8 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.Locate: admin_pb.LocateRequest,
     Method.EvictWriter: admin_pb.EvictWriterRequest,
     Method.FindWriters: admin_pb.FindWritersRequest,
+    Method.Drain: admin_pb.DrainRequest,
+    Method.Undrain: admin_pb.UndrainRequest,
 }
 ADMIN_METHODS = frozenset(
     (
@@ -148,6 +152,8 @@ ADMIN_METHODS = frozenset(
         Method.Locate,
         Method.EvictWriter,
         Method.FindWriters,
+        Method.Drain,
+        Method.Undrain,
     )
 )
 BULK_METHODS = frozenset((Method.Load, Method.Write))

@@ -22,6 +22,8 @@ from kvstore.nodes import Node as Node  # noqa: TC001  # offered here, to those 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.nodes import NodeReport
+
 GROUPS = 64
 SLOTS_MAX = 1 << 16
 HOLDERS_MAX = 20  # that one entry names; those told of last are kept
@@ -74,6 +76,10 @@ class Directory(Protocol):
         """The living nodes, this one included, by slot; known for a lease's time at most."""
         ...
 
+    def departed(self) -> Sequence[Node]:
+        """Nodes whose lease is over and whose slot is not given again yet, in the state GONE."""
+        ...
+
     def holders(self, keys: Sequence[bytes]) -> Sequence[frozenset[int]]:
         """For each key of a boundary the slots of living nodes that say they hold it, this one included."""
         ...
@@ -98,7 +104,7 @@ class Membership(Directory, Protocol):
         """
         ...
 
-    def renew(self, queue: int) -> Renewal:
+    def renew(self, report: NodeReport) -> Renewal:
         """Renew the lease, and see whether the directory still has all it was told.
 
         A lease that was lost is taken again, if possible with its slot. Raises NodeNameTakenError where the name has

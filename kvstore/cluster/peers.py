@@ -116,11 +116,20 @@ class ClusterPeers:
             self._counters,
         )
         self._fits = PrefillFits(settings.prefill)
+        self._is_draining = threading.Event()
+
+    def drain(self) -> None:
+        """Bring nothing more from others, until `undrain`. What is under way comes to its end. Idempotent."""
+        self._is_draining.set()
+
+    def undrain(self) -> None:
+        """Bring what is missing again. Idempotent."""
+        self._is_draining.clear()
 
     def prefetch(self, namespace: Namespace, root: Root, prompt: TokenArray, local: Prefetch) -> Prefetch:
         """Begin to bring what is missing here of a prompt; see kvstore.store.peers.Peers."""
         wanted = WantedPrompt(namespace, root, prompt)
-        key = self._bringing.first_key(wanted)
+        key = None if self._is_draining.is_set() else self._bringing.first_key(wanted)
         if key is None:
             return local
         prefill = self._fits.of(self._store.namespace_id(namespace)).model

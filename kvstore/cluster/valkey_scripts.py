@@ -119,7 +119,8 @@ return 1
 """
 )
 
-# KEYS: ends. ARGV: prefix of leases, reissue ms. Answers slots and leases of the living in turn.
+# KEYS: ends. ARGV: prefix of leases, reissue ms. Answers slots of the living, their leases, and the ms that these have
+# left, in turn.
 LOOK = (
     _NOW
     + """
@@ -132,6 +133,7 @@ for first = 1, #slots, 1000 do
     if lease then
       found[#found + 1] = slots[first + at - 1]
       found[#found + 1] = lease
+      found[#found + 1] = redis.call('PTTL', keys[at])
     end
   end
 end

@@ -49,6 +49,8 @@ NEEDS_NO_SESSION = (
     "Scrub",
     "EvictWriter",
     "ListNodes",
+    "Drain",
+    "Undrain",
 )
 METHODS = [method for service in SERVICES for method in service.methods]
 

@@ -90,6 +90,16 @@ class AdminServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvstore.v1.AdminService/Drain',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/kvstore.v1.AdminService/Undrain',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -174,6 +184,21 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Has the node that is asked drain: it takes nothing from others any more, says so in the directory, and hands over
+        what is worth most. It serves on. Needs no session, and a caller who may name every tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Ends that. Needs the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -231,6 +256,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DrainRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -531,6 +566,60 @@ class AdminService(object):
             '/kvstore.v1.AdminService/Locate',
             kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/Drain',
+            kvstore_dot_v1_dot_admin__service__pb2.DrainRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/Undrain',
+            kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
