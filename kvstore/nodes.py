@@ -90,6 +90,15 @@ class DrainProgress:
     failures: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What came of deleting a namespace: `is_told` says whether the directory knows; else it will, once it answers."""
+
+    epoch: int
+    blocks: int
+    is_told: bool
+
+
 def boundary_step(announce_tokens: int, block_tokens: int) -> int:
     """How many blocks there are from one boundary to the next: `announce_tokens`, rounded to whole blocks."""
     return max(1, round(announce_tokens / block_tokens))

@@ -23,7 +23,14 @@ import uvloop
 
 from kvstore import __version__
 from kvstore.clock import SystemClock
-from kvstore.cluster.assembly import check_addresses, node_profile, open_announcer, open_drainer, open_membership
+from kvstore.cluster.assembly import (
+    check_addresses,
+    node_profile,
+    open_announcer,
+    open_deletions,
+    open_drainer,
+    open_membership,
+)
 from kvstore.cluster.locate import NodeView
 from kvstore.cluster.peers import open_peers
 from kvstore.cluster_metrics import NO_PEERS
@@ -42,8 +49,13 @@ from kvstore.transport.security import security_of
 from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.cluster.announcer import Announcer
+    from kvstore.cluster.deletions import Deletions
+    from kvstore.cluster.directory import Membership
     from kvstore.cluster.drain import Drainer
+    from kvstore.cluster.peers import ClusterPeers
     from kvstore.cluster_config import ClusterConfig
     from kvstore.quota_config import QuotaConfig
     from kvstore.store import Store
@@ -75,6 +87,17 @@ class Beside:
     ready: TextIO
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterSide:
+    """This node among others: its name, and the parts that deal with them. Alone it has neither peers nor a drainer."""
+
+    name: str
+    announcer: Announcer
+    deletions: Deletions
+    peers: ClusterPeers | None
+    drainer: Drainer | None
+
+
 def run(config: Config, *, ready: TextIO) -> None:
     """Serve until SIGTERM or SIGINT, then drain, flush and close. A second signal ends the process at once."""
     log_to_stderr(config.log)
@@ -90,15 +113,8 @@ def run(config: Config, *, ready: TextIO) -> None:
         clock = SystemClock()
         membership = open_membership(config.cluster, clock)
         store = stack.enter_context(_open(config))
-        announcer = open_announcer(config.cluster, store, membership, clock, report=lambda: node_report(store, server))
-        profile = node_profile(config.cluster, config.data_dir)
-        announcer.enter(profile)
-        stack.callback(announcer.stop)
-        peers = open_peers(config.cluster, store, membership, profile.name)
-        if peers is not None:
-            stack.callback(peers.close)
-            store.share_with(peers)
-        drainer = open_drainer(config.cluster, profile.name, store, membership, peers, announcer, clock)
+        side = _open_cluster(config, store, membership, stack, transfers=lambda: server.transfers)
+        announcer = side.announcer
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -109,20 +125,21 @@ def run(config: Config, *, ready: TextIO) -> None:
             security=security,
             bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
             arena=config.transport.arena,
-            cluster=NodeView(store, membership, profile.name, config.cluster.announce_tokens),
-            draining=drainer,
+            cluster=NodeView(store, membership, side.name, config.cluster.announce_tokens),
+            draining=side.drainer,
+            deletions=side.deletions,
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
-        peer_stats = (lambda: NO_PEERS) if peers is None else peers.stats
+        peer_stats = (lambda: NO_PEERS) if side.peers is None else side.peers.stats
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats)
         registry = make_registry(readers, server, calls, __version__)
-        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: _unready(drainer, server))
+        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: _unready(side.drainer, server))
         address = config.server.metrics_address
         pages = stack.enter_context(contextlib.closing(NodePages(registry, health, address))) if address else None
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
-            uvloop.run(watch.over(_serve(config, store, server, Beside(announcer, drainer, pages, ready))))
+            uvloop.run(watch.over(_serve(config, store, server, Beside(announcer, side.drainer, pages, ready))))
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     logger.info("stopped")
@@ -193,16 +210,45 @@ def _quota(quota: QuotaConfig) -> Quota:
     return Quota(**{**values, "tenant": quota.tenant or None, "model": quota.model or None})
 
 
-def node_report(store: Store, server: TransportServer) -> NodeReport:
+def _open_cluster(
+    config: Config, store: Store, membership: Membership, stack: contextlib.ExitStack, *, transfers: Callable[[], int]
+) -> ClusterSide:
+    """What deals with other nodes, nothing of it started; `stack` ends it."""
+    clock = SystemClock()
+    deletions = open_deletions(config.data_dir, store, membership, clock)
+    announcer = open_announcer(
+        config.cluster,
+        store,
+        membership,
+        clock,
+        report=lambda: _node_report(store, transfers(), deletions),
+        upkeep=deletions.sync,
+    )
+    profile = node_profile(config.cluster, config.data_dir)
+    announcer.enter(profile)
+    stack.callback(announcer.stop)
+    peers = open_peers(config.cluster, store, membership, profile.name, deletions)
+    if peers is None:
+        return ClusterSide(profile.name, announcer, deletions, None, None)
+    stack.callback(peers.close)
+    store.share_with(peers)
+    drainer = open_drainer(
+        config.cluster, profile.name, store, membership=membership, peers=peers, announcer=announcer, clock=clock
+    )
+    return ClusterSide(profile.name, announcer, deletions, peers, drainer)
+
+
+def _node_report(store: Store, transfers: int, deletions: Deletions) -> NodeReport:
     """What this node says of itself in its lease."""
     stats = store.stats()
     used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
     return NodeReport(
-        queue=server.transfers,
+        queue=transfers,
         version=__version__,
         host_used_bytes=used.get("host", 0),
         disk_used_bytes=used.get("disk", 0),
         leases=stats.leases,
+        deletions=deletions.applied_epoch,
     )
 
 

@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.api import SCRUB_BYTES
-from kvstore.errors import InvalidArgumentError, NoSpaceError
+from kvstore.errors import InvalidArgumentError, NoSpaceError, PermissionDeniedError
 from kvstore.transport import convert, convert_nodes
+from kvstore.transport.cluster_view import ListingStore
 from kvstore.transport.principal import caller
 from kvstore.types import Verification
 from kvstore.v1 import admin_service_pb2 as pb
@@ -136,6 +137,31 @@ class AdminService:
     async def undrain(self, _request: pb.UndrainRequest) -> pb.UndrainResponse:
         """Have it take part again."""
         return pb.UndrainResponse(drained=await self._state.short.run(self._draining().undo))
+
+    async def list_namespaces(self, _request: pb.ListNamespacesRequest) -> pb.ListNamespacesResponse:
+        """The namespaces of this node; to a tenant its own."""
+        store = self._namespaces_of_store()
+        found = await self._state.short.run(store.namespaces)
+        tenant = caller().tenant
+        told = [convert_nodes.namespace_to_proto(one) for one in found if tenant is None or one.tenant == tenant]
+        return pb.ListNamespacesResponse(namespaces=told)
+
+    async def delete_namespace(self, request: pb.DeleteNamespaceRequest) -> pb.DeleteNamespaceResponse:
+        """Delete a namespace, here and everywhere; one of another tenant is not known."""
+        tenant, deletions = caller().tenant, self._state.deletions
+        if tenant is not None and not self._state.namespaces.is_of(request.ns_id, tenant):
+            raise PermissionDeniedError(
+                f"namespace {request.ns_id.hex()[:32]} was not opened by tenant {tenant!r}; prove its secret first"
+            )
+        if deletions is None:
+            raise InvalidArgumentError("this server deletes no namespaces; clear it in its store")
+        done = await self._state.long.run(partial(deletions.delete, request.ns_id))
+        return pb.DeleteNamespaceResponse(epoch=done.epoch, blocks=done.blocks, told=done.is_told)
+
+    def _namespaces_of_store(self) -> ListingStore:
+        if not isinstance(self._store, ListingStore):
+            raise InvalidArgumentError("the store of this server does not list its namespaces")
+        return self._store
 
     def _draining(self) -> Draining:
         if self._state.draining is None:

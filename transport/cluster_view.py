@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.nodes import DrainOrder, DrainProgress, Node, NodeMatch
+    from kvstore.nodes import Deletion, DrainOrder, DrainProgress, Node, NodeMatch
+    from kvstore.stats import NamespaceStats
     from kvstore.tokens import Tokens
     from kvstore.types import Namespace, Root
 
@@ -47,4 +48,25 @@ class Draining(Protocol):
 
     def undo(self) -> bool:
         """Take part again; false where it did not drain."""
+        ...
+
+
+class Deleting(Protocol):
+    """What deletes namespaces here and on all nodes. Any thread may call."""
+
+    def applied(self, ns_id: bytes) -> int:
+        """The epoch of the last deletion of a namespace behind which nothing older can be read here; 0: none."""
+        ...
+
+    def delete(self, ns_id: bytes) -> Deletion:
+        """Delete one; raises StorageError if a restart could bring it back."""
+        ...
+
+
+@runtime_checkable
+class ListingStore(Protocol):
+    """A store that knows its namespaces."""
+
+    def namespaces(self) -> list[NamespaceStats]:
+        """Those that are there, by id."""
         ...

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.nodes import DrainOrder, DrainProgress, Node, NodeMatch, NodeState
+from kvstore.nodes import Deletion, DrainOrder, DrainProgress, Node, NodeMatch, NodeState
+from kvstore.stats import NamespaceStats
 from kvstore.transport.convert import duration_seconds, set_duration
 from kvstore.types import Tier
 from kvstore.v1 import admin_service_pb2 as admin_pb
@@ -111,3 +112,36 @@ def drain_progress_from_proto(message: admin_pb.DrainResponse) -> DrainProgress:
         message.taken_bytes,
         message.failures,
     )
+
+
+def namespace_to_proto(stats: NamespaceStats) -> admin_pb.NamespaceUse:
+    """What a node has of a namespace."""
+    return admin_pb.NamespaceUse(
+        ns_id=stats.ns_id,
+        tenant=stats.tenant,
+        model=stats.model,
+        revision=stats.revision,
+        host_blocks=stats.host_blocks,
+        disk_blocks=stats.disk_blocks,
+        block_bytes=stats.block_bytes,
+        pins=stats.pins,
+    )
+
+
+def namespace_from_proto(message: admin_pb.NamespaceUse) -> NamespaceStats:
+    """What a node has of a namespace."""
+    return NamespaceStats(
+        message.ns_id,
+        message.tenant,
+        message.model,
+        message.revision,
+        message.host_blocks,
+        message.disk_blocks,
+        message.block_bytes,
+        message.pins,
+    )
+
+
+def deletion_from_proto(message: admin_pb.DeleteNamespaceResponse) -> Deletion:
+    """What came of deleting a namespace."""
+    return Deletion(message.epoch, message.blocks, message.told)

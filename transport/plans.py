@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.events import EventPage
-    from kvstore.nodes import DrainOrder, DrainProgress, Node, NodeMatch
-    from kvstore.stats import StoreStats
+    from kvstore.nodes import Deletion, DrainOrder, DrainProgress, Node, NodeMatch
+    from kvstore.stats import NamespaceStats, StoreStats
     from kvstore.tokens import Tokens
     from kvstore.types import Namespace, Pin, PrefixMatch, Root, Tier, TokenArray
 
@@ -71,6 +71,8 @@ _SCRUB = Rpc(ADMIN, "Scrub", admin_pb.ScrubResponse)
 _LIST_NODES = Rpc(ADMIN, "ListNodes", admin_pb.ListNodesResponse)
 _DRAIN = Rpc(ADMIN, "Drain", admin_pb.DrainResponse)
 _UNDRAIN = Rpc(ADMIN, "Undrain", admin_pb.UndrainResponse)
+_LIST_NAMESPACES = Rpc(ADMIN, "ListNamespaces", admin_pb.ListNamespacesResponse)
+_DELETE_NAMESPACE = Rpc(ADMIN, "DeleteNamespace", admin_pb.DeleteNamespaceResponse)
 _LOCATE = Rpc(ADMIN, "Locate", admin_pb.LocateResponse)
 
 
@@ -270,6 +272,24 @@ def undrain() -> Plan[admin_pb.UndrainResponse, bool]:
     """Have it take part again. Not repeatable: the second would say that it did not drain."""
     request = admin_pb.UndrainRequest()
     return Plan(_UNDRAIN, Wait.CONTROL, None, lambda _session, _ns: request, lambda answer: answer.drained, False)
+
+
+def list_namespaces() -> Plan[admin_pb.ListNamespacesResponse, tuple[NamespaceStats, ...]]:
+    """Name the namespaces."""
+    request = admin_pb.ListNamespacesRequest()
+
+    def read(answer: admin_pb.ListNamespacesResponse) -> tuple[NamespaceStats, ...]:
+        return tuple(convert_nodes.namespace_from_proto(use) for use in answer.namespaces)
+
+    return Plan(_LIST_NAMESPACES, Wait.CONTROL, None, lambda _session, _ns: request, read)
+
+
+def delete_namespace(ns_id: bytes) -> Plan[admin_pb.DeleteNamespaceResponse, Deletion]:
+    """Delete one. Not repeatable: the second would drop what was stored since."""
+    request = admin_pb.DeleteNamespaceRequest(ns_id=ns_id)
+    return Plan(
+        _DELETE_NAMESPACE, Wait.LONG, None, lambda _session, _ns: request, convert_nodes.deletion_from_proto, False
+    )
 
 
 def locate(

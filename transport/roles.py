@@ -51,6 +51,8 @@ ROLES: dict[str, Role] = {
     "Locate": Role.READ,
     "Drain": Role.ADMIN,
     "Undrain": Role.ADMIN,
+    "ListNamespaces": Role.ADMIN,
+    "DeleteNamespace": Role.ADMIN,
 }
 # Those that are about the blocks of all tenants, whoever asks.
 EVERY_TENANT_CALLS = frozenset({"Scrub", "EvictWriter", "Drain", "Undrain"})

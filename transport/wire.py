@@ -106,6 +106,8 @@ class Method(enum.IntEnum):
     FindWriters = 27
     Drain = 28
     Undrain = 29
+    ListNamespaces = 30
+    DeleteNamespace = 31
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -138,6 +140,8 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.FindWriters: admin_pb.FindWritersRequest,
     Method.Drain: admin_pb.DrainRequest,
     Method.Undrain: admin_pb.UndrainRequest,
+    Method.ListNamespaces: admin_pb.ListNamespacesRequest,
+    Method.DeleteNamespace: admin_pb.DeleteNamespaceRequest,
 }
 ADMIN_METHODS = frozenset(
     (
@@ -154,6 +158,8 @@ ADMIN_METHODS = frozenset(
         Method.FindWriters,
         Method.Drain,
         Method.Undrain,
+        Method.ListNamespaces,
+        Method.DeleteNamespace,
     )
 )
 BULK_METHODS = frozenset((Method.Load, Method.Write))

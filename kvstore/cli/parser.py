@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_looking(commands)
     _add_changing(commands)
+    _add_namespaces(commands)
     _add_replay(commands)
     _add_bench(commands)
     _add_check(commands)
@@ -142,6 +143,33 @@ def _add_drain(commands: Commands) -> None:
         "--bytes", metavar="SIZE", default="4GiB", help="what is handed over at most (default %(default)s)"
     )
     drain.add_argument("--to", metavar="NODE,...", help="who is to take it (default: all that are ready)")
+
+
+def _add_namespaces(commands: Commands) -> None:
+    namespace = commands.add_parser("namespace", help="Whole namespaces.", description="Whole namespaces.")
+    parts = namespace.add_subparsers(required=True, metavar="COMMAND")
+    listing = _add(parts, "list", "namespaces:list_namespaces", "The namespaces of a node, and what they take up.")
+    one = _add(parts, "show", "namespaces:show_namespace", "What a node has of one namespace.")
+    delete = _add(
+        parts,
+        "delete",
+        "namespaces:delete_namespace",
+        "Drop all of a namespace for good, on all nodes of the cluster.",
+    )
+    for command in (one, delete):
+        command.add_argument(
+            "id", metavar="ID", nargs="?", help="as `kvstore namespace list` prints it (default: that of the flags)"
+        )
+        _add_namespace(command)
+    delete.add_argument(
+        "--seconds",
+        metavar="DURATION",
+        default="30s",
+        help="how long to wait for the other living nodes (default %(default)s)",
+    )
+    for command in (listing, one, delete):
+        _add_sidecar(command)
+        _add_json(command)
 
 
 def _add_replay(commands: Commands) -> None:

@@ -72,13 +72,16 @@ class Announcer:
         settings: AnnounceSettings,
         clock: Clock,
         report: Callable[[], NodeReport] = NodeReport,
+        upkeep: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` is what the node says of itself with its lease, but for whether it drains."""
+        """`report` is what the node says of itself with its lease, but for whether it drains; `upkeep` is done before
+        each renewal of the lease, and raises nothing of the directory's."""
         self._store = store
         self._membership = membership
         self._settings = settings
         self._clock = clock
         self._report = report
+        self._upkeep = upkeep
         self._profile: NodeProfile | None = None
         self._announcements = Announcements(
             settings.announce_tokens, settings.announce_after_seconds, settings.withdrawals_max
@@ -114,12 +117,12 @@ class Announcer:
         self._thread.start()
 
     def drain(self) -> None:
-        """Keep the lease, say in it that this node drains, and tell of nothing new. What was told stays. Idempotent."""
+        """Say in the lease that this node drains. What it holds is told on: others are to take it. Idempotent."""
         self._is_draining.set()
         self._has_news.set()
 
     def undrain(self) -> None:
-        """Take part again, and tell what is new since. Idempotent."""
+        """Say that it takes part again. Idempotent."""
         self._is_draining.clear()
         self._has_news.set()
 
@@ -192,6 +195,7 @@ class Announcer:
         assert self._profile is not None, "it was said who this node is"
         self._renew_at = now + self._settings.lease_seconds / 3
         was_in = self._is_in
+        self._upkeep()
         try:
             if not self._has_joined:
                 node = self._membership.join(self._profile)
@@ -247,7 +251,7 @@ class Announcer:
     def _tell(self) -> None:
         for _ in range(_CALLS_MAX):
             gone = self._announcements.take_gone(_KEYS_MAX)
-            due = [] if self._is_draining.is_set() else self._announcements.take_due(_KEYS_MAX)
+            due = self._announcements.take_due(_KEYS_MAX)
             if not gone and not due:
                 return
             try:

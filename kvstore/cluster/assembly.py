@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.announcer import Announcer, AnnounceSettings
+from kvstore.cluster.announcer import POLL_SECONDS, Announcer, AnnounceSettings
+from kvstore.cluster.deletions import Deletions
 from kvstore.cluster.directory import NodeProfile
 from kvstore.cluster.drain import Drainer
 from kvstore.cluster.memory_directory import MemoryDirectory, SharedDirectory
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.cluster.announcer import AnnouncedStore
+    from kvstore.cluster.deletions import DeletingStore
     from kvstore.cluster.directory import Membership
     from kvstore.cluster.handover import LeavingStore
     from kvstore.cluster.peers import ClusterPeers
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 _IDENTITY_BYTES = 16
 _NODE_FILE = "node.json"
+_DELETIONS_FILE = "deletions.json"
 
 
 def open_membership(config: ClusterConfig, clock: Clock) -> Membership:
@@ -83,6 +86,7 @@ def open_announcer(
     clock: Clock,
     *,
     report: Callable[[], NodeReport],
+    upkeep: Callable[[], None],
 ) -> Announcer:
     """What keeps this node in its directory, not started yet. `report` is what it says of itself there."""
     settings = AnnounceSettings(
@@ -91,23 +95,37 @@ def open_announcer(
         lease_seconds=config.lease_seconds,
         entry_seconds=config.entry_seconds,
     )
-    return Announcer(store, membership, settings=settings, clock=clock, report=report)
+    return Announcer(store, membership, settings=settings, clock=clock, report=report, upkeep=upkeep)
 
 
 def open_drainer(
     config: ClusterConfig,
     name: str,
     store: LeavingStore,
+    *,
     membership: Membership,
-    peers: ClusterPeers | None,
+    peers: ClusterPeers,
     announcer: Announcer,
     clock: Clock,
-) -> Drainer | None:
-    """What drains this node; None where it is alone, so that nobody could take anything."""
-    if peers is None:
-        return None
-    parts = (announcer, peers)
-    return Drainer(name, store, membership, peers, parts, announce_tokens=config.announce_tokens, clock=clock)
+) -> Drainer:
+    """What drains this node."""
+    return Drainer(
+        name,
+        store,
+        membership,
+        peers,
+        (announcer, peers),
+        announce_tokens=config.announce_tokens,
+        settle_seconds=config.announce_after_seconds + 2 * POLL_SECONDS,
+        clock=clock,
+    )
+
+
+def open_deletions(data_dir: str, store: DeletingStore, membership: Membership, clock: Clock) -> Deletions:
+    """The deletions of namespaces that this node knows of, those that it missed applied if the directory answers."""
+    deletions = Deletions(store, membership, Path(data_dir) / _DELETIONS_FILE if data_dir else None, clock)
+    deletions.sync()
+    return deletions
 
 
 def node_profile(config: ClusterConfig, data_dir: str) -> NodeProfile:

@@ -25,7 +25,7 @@ _END_SECONDS = 10.0  # for a hand-over that was stopped; one answer of a peer ta
 
 
 class TakingPart(Protocol):
-    """What behaves otherwise while its node drains: it takes nothing from other nodes, and tells of nothing new."""
+    """What behaves otherwise while its node drains: it takes nothing from other nodes, and says so."""
 
     def drain(self) -> None:
         """From now on; idempotent."""
@@ -48,14 +48,17 @@ class Drainer:
         parts: Sequence[TakingPart],
         *,
         announce_tokens: int,
+        settle_seconds: float,
         clock: Clock,
     ) -> None:
+        """`settle_seconds` is how long it takes until the directory knows what was stored here last."""
         self._name = name
         self._store = store
         self._directory = directory
         self._clients = clients
         self._parts = tuple(parts)
         self._announce_tokens = announce_tokens
+        self._settle_seconds = settle_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._hand_over: HandOver | None = None  # the latest one, while it drains; guarded by _lock
@@ -78,7 +81,13 @@ class Drainer:
         and the directory does not answer.
         """
         self._check(order)
-        settings = HandOverSettings(order.seconds, order.limit_bytes, self._announce_tokens, frozenset(order.targets))
+        settings = HandOverSettings(
+            order.seconds,
+            order.limit_bytes,
+            self._announce_tokens,
+            frozenset(order.targets),
+            self._settle_seconds,
+        )
         with self._lock:
             if self._hand_over is not None and not self._hand_over.progress.is_done:
                 return

@@ -71,6 +71,7 @@ class HandOverSettings:
     limit_bytes: int
     announce_tokens: int
     targets: frozenset[str] = frozenset()  # the names of nodes that may be asked; none: all that are ready
+    settle_seconds: float = 0.0  # until the directory knows what was stored last: others find it there
 
 
 @dataclass(slots=True)
@@ -147,6 +148,7 @@ class HandOver:
         done = self._done
         ends_at = self._clock.monotonic() + self._settings.seconds
         try:
+            self._is_stopped.wait(min(self._settings.settle_seconds, self._settings.seconds))
             staying = _Staying([node for node in self._directory.nodes() if self._may_take(node, own_name)])
             if staying:
                 self._hand_over(staying, ends_at)

@@ -8,12 +8,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.directory import ALL_GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal
+from kvstore.cluster.directory import ALL_GROUPS, DELETIONS_MAX, HOLDERS_MAX, SLOTS_MAX, Renewal
 from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
 from kvstore.nodes import Node, NodeState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.cluster.directory import NodeProfile
@@ -54,6 +54,7 @@ class SharedDirectory:
     free_from: dict[int, float] = field(default_factory=dict)  # by slot, of those that were given back
     departed: dict[int, Node] = field(default_factory=dict)  # by slot, those that ended and were not given again
     entries: OrderedDict[bytes, dict[int, float]] = field(default_factory=OrderedDict)  # slots, and until when, by key
+    deletions: dict[bytes, int] = field(default_factory=dict)  # epochs by namespace
     claims: dict[bytes, _Held] = field(default_factory=dict)
 
     def living(self) -> dict[int, Node]:
@@ -157,6 +158,15 @@ class MemoryDirectory:
             lease = None if node is None else self._shared.leases.get(node.slot)
             if node is not None and lease is not None and lease.node.incarnation == node.incarnation:
                 self._shared.end(node.slot)
+
+    def bury(self, epochs: Mapping[bytes, int]) -> Mapping[bytes, int]:
+        """Tell of deleted namespaces; see Membership."""
+        shared = self._shared
+        with shared.lock:
+            told = {ns_id: max(epoch, shared.deletions.get(ns_id, 0)) for ns_id, epoch in epochs.items()}
+            latest = sorted({**shared.deletions, **told}.items(), key=lambda entry: -entry[1])[:DELETIONS_MAX]
+            shared.deletions = dict(latest)
+            return shared.deletions
 
     def close(self) -> None:
         """Nothing to let go of."""

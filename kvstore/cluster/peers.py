@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import Prefetch
     from kvstore.clock import Clock
+    from kvstore.cluster.deletions import Deletions
     from kvstore.cluster.directory import Directory
     from kvstore.cluster.fetch import Fetched, Wish
     from kvstore.cluster.peer_settings import PeerCredentials, PeerSettings
@@ -87,7 +88,9 @@ class ClusterPeers:
         settings: PeerSettings,
         credentials: PeerCredentials,
         clock: Clock,
+        deletions: Deletions | None = None,
     ) -> None:
+        """`deletions` are those of namespaces that this node knows of; None: none."""
         self._store = store
         self._settings = settings
         self._clock = clock
@@ -101,7 +104,7 @@ class ClusterPeers:
         )
         self._jobs = BringJobs(self._movers, waiting_max=settings.waiting_max)
         paths = PeerPaths(settings.path, clock)
-        fetcher = Fetcher(store, self._links, paths, settings, clock)
+        fetcher = Fetcher(store, self._links, paths, settings, clock, deletions)
         self._bringing = Bringing(
             Surroundings(
                 node_name=node_name,
@@ -238,7 +241,9 @@ class PrefillFits:
             return fit
 
 
-def open_peers(config: ClusterConfig, store: Store, directory: Directory, node_name: str) -> ClusterPeers | None:
+def open_peers(
+    config: ClusterConfig, store: Store, directory: Directory, node_name: str, deletions: Deletions
+) -> ClusterPeers | None:
     """The peers of a node, as the settings say; None where it is alone. Raises ConfigError."""
     if not config.directory:
         return None
@@ -249,4 +254,5 @@ def open_peers(config: ClusterConfig, store: Store, directory: Directory, node_n
         settings=peer_settings(config, announce_tokens=config.announce_tokens),
         credentials=peer_credentials(config),
         clock=SystemClock(),
+        deletions=deletions,
     )

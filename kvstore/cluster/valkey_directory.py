@@ -11,15 +11,16 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.cluster import valkey_scripts as scripts
-from kvstore.cluster.directory import ALL_GROUPS, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
+from kvstore.cluster.directory import ALL_GROUPS, DELETIONS_MAX, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
 from kvstore.cluster.memory_directory import gone_node, name_taken, reported
 from kvstore.cluster.valkey_lease import incarnation_text, lease_text, read_lease
 from kvstore.cluster.valkey_link import script_command
 from kvstore.errors import DirectoryUnavailableError
+from kvstore.hashing import KEY_BYTES
 from kvstore.nodes import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.cluster.directory import NodeProfile
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 _SCRIPT_KEYS_MAX = 64  # boundaries in one script: at most some milliseconds of the server, sweeping included
 _SCRIPTS_MAX = 16  # that are sent together
 _FIELD = slice(2, 10)
+_DELETIONS_MS = 30 * 24 * 3600 * 1000
+_EPOCH_END = 1 << 53  # what Lua's numbers are exact to
 _TURNS = 3  # renewals in which all groups are looked at once
 
 
@@ -141,6 +144,18 @@ class ValkeyDirectory:
                     scripts.LEAVE, keys, node.slot, incarnation_text(node.incarnation), self._times.reissue_ms
                 )
             )
+
+    def bury(self, epochs: Mapping[bytes, int]) -> Mapping[bytes, int]:
+        """Tell of deleted namespaces; see Membership."""
+        key = f"{{{self._name}:nodes}}:deletions"
+        pairs = [word for entry in epochs.items() for word in entry]
+        told = iter(self._link.run(script_command(scripts.BURY, [key], DELETIONS_MAX, _DELETIONS_MS, *pairs)))
+        # What none of our nodes wrote is passed over.
+        return {
+            ns_id: int(epoch)
+            for ns_id, epoch in zip(told, told, strict=True)
+            if len(ns_id) == KEY_BYTES and epoch.isdigit() and int(epoch) < _EPOCH_END
+        }
 
     def close(self) -> None:
         """Close connections; see Membership."""

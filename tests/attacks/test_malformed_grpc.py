@@ -51,6 +51,8 @@ NEEDS_NO_SESSION = (
     "ListNodes",
     "Drain",
     "Undrain",
+    "ListNamespaces",
+    "DeleteNamespace",
 )
 METHODS = [method for service in SERVICES for method in service.methods]
 

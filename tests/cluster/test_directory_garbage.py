@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.cluster.directory import NodeProfile
 from kvstore.nodes import NodeReport
-from kvstore.transport import convert
+from kvstore.transport import convert_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ def join(own_valkey: ValkeyServer, open_directory: Callable[..., ValkeyDirectory
 
 
 def names(directory: ValkeyDirectory) -> list[str]:
-    return [convert.node_to_proto(node).name for node in directory.nodes()]
+    return [convert_nodes.node_to_proto(node).name for node in directory.nodes()]
 
 
 @pytest.mark.parametrize(

@@ -279,3 +279,49 @@ class UndrainResponse(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     drained: bool
     def __init__(self, drained: bool = ...) -> None: ...
+
+class ListNamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNamespacesResponse(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceUse]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUse, _Mapping]]] = ...) -> None: ...
+
+class NamespaceUse(_message.Message):
+    __slots__ = ("ns_id", "tenant", "model", "revision", "host_blocks", "disk_blocks", "block_bytes", "pins")
+    NS_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    ns_id: bytes
+    tenant: str
+    model: str
+    revision: str
+    host_blocks: int
+    disk_blocks: int
+    block_bytes: int
+    pins: int
+    def __init__(self, ns_id: _Optional[bytes] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., pins: _Optional[int] = ...) -> None: ...
+
+class DeleteNamespaceRequest(_message.Message):
+    __slots__ = ("ns_id",)
+    NS_ID_FIELD_NUMBER: _ClassVar[int]
+    ns_id: bytes
+    def __init__(self, ns_id: _Optional[bytes] = ...) -> None: ...
+
+class DeleteNamespaceResponse(_message.Message):
+    __slots__ = ("epoch", "blocks", "told")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    blocks: int
+    told: bool
+    def __init__(self, epoch: _Optional[int] = ..., blocks: _Optional[int] = ..., told: bool = ...) -> None: ...

@@ -100,6 +100,16 @@ class AdminServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.ListNamespaces = channel.unary_unary(
+                '/kvstore.v1.AdminService/ListNamespaces',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesResponse.FromString,
+                _registered_method=True)
+        self.DeleteNamespace = channel.unary_unary(
+                '/kvstore.v1.AdminService/DeleteNamespace',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -199,6 +209,21 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNamespaces(self, request, context):
+        """Names the namespaces of the node that is asked: to a tenant its own. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteNamespace(self, request, context):
+        """Drops all of a namespace here for good, and has all nodes of the cluster do so, those that are away when they come
+        back. Leases that are open come to their end. A tenant names one of its own that was opened. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -266,6 +291,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.SerializeToString,
+            ),
+            'ListNamespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNamespaces,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesResponse.SerializeToString,
+            ),
+            'DeleteNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteNamespace,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -620,6 +655,60 @@ class AdminService(object):
             '/kvstore.v1.AdminService/Undrain',
             kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNamespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/ListNamespaces',
+            kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/DeleteNamespace',
+            kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.FromString,
             options,
             channel_credentials,
             insecure,
