@@ -118,6 +118,7 @@ class Fetcher:
         paths: PeerPaths,
         settings: PeerSettings,
         clock: Clock,
+        *,
         deletions: Deletions | None = None,
     ) -> None:
         self._store = store

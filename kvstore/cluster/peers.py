@@ -104,7 +104,7 @@ class ClusterPeers:
         )
         self._jobs = BringJobs(self._movers, waiting_max=settings.waiting_max)
         paths = PeerPaths(settings.path, clock)
-        fetcher = Fetcher(store, self._links, paths, settings, clock, deletions)
+        fetcher = Fetcher(store, self._links, paths, settings, clock, deletions=deletions)
         self._bringing = Bringing(
             Surroundings(
                 node_name=node_name,
