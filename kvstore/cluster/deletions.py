@@ -161,9 +161,7 @@ class Deletions:
             finally:
                 os.close(folder)
         except OSError as err:
-            raise StorageError(
-                f"{self._path} cannot be written: {err.strerror}; the deletion may be forgotten"
-            ) from err
+            raise StorageError(f"{self._path} cannot be written: {err.strerror}; delete it again") from err
 
 
 def _latest(table: dict[bytes, int]) -> dict[bytes, int]:
