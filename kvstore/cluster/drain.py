@@ -37,8 +37,8 @@ class TakingPart(Protocol):
 
 
 class Drainer:
-    """The one owner of this node's draining. Thread-safe. One hand-over runs at a time, on a thread of its own; one that
-    was undone ends within one answer of a peer."""
+    """The one owner of this node's draining. Thread-safe. One hand-over runs at a time, on a thread of its own; one
+    that was undone ends within one answer of a peer."""
 
     def __init__(
         self,
