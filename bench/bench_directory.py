@@ -23,6 +23,7 @@ from kvstore.cluster.directory import GROUPS, NodeProfile
 from kvstore.cluster.valkey_address import parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
 from kvstore.cluster.valkey_link import LinkOptions, ValkeyLink
+from kvstore.nodes import NodeReport
 from kvstore.testing.valkey_server import ValkeyServer
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def measure(nodes: int, holders: int) -> dict[str, object]:
             "announce_cpu_us": announce,
             "read_cpu_us": cpu_us(server, REPEATS * READ_KEYS, lambda: repeat(lambda: members[0].holders(read))),
             "look_cpu_us": cpu_us(server, REPEATS, lambda: repeat(looker.nodes)),
-            "renew_cpu_us": cpu_us(server, REPEATS, lambda: repeat(lambda: members[0].renew(0))),
+            "renew_cpu_us": cpu_us(server, REPEATS, lambda: repeat(lambda: members[0].renew(NodeReport()))),
         }
         for member in (*members, looker):
             member.close()

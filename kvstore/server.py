@@ -23,7 +23,14 @@ import uvloop
 
 from kvstore import __version__
 from kvstore.clock import SystemClock
-from kvstore.cluster.assembly import check_addresses, node_profile, open_announcer, open_hand_over, open_membership
+from kvstore.cluster.assembly import (
+    check_addresses,
+    node_profile,
+    open_announcer,
+    open_deletions,
+    open_drainer,
+    open_membership,
+)
 from kvstore.cluster.locate import NodeView
 from kvstore.cluster.peers import open_peers
 from kvstore.cluster_metrics import NO_PEERS
@@ -32,6 +39,7 @@ from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
 from kvstore.metrics import CallMetrics, Readers, make_registry
 from kvstore.node_pages import NodeHealth, NodePages
+from kvstore.nodes import DrainOrder, NodeReport
 from kvstore.page import PATHS, HotPrefixes, NodePage, PageSources
 from kvstore.quantities import format_size
 from kvstore.store import CodecRule, Quota, StoreSettings, open_store
@@ -42,10 +50,16 @@ from kvstore.transport.security import security_of
 from kvstore.transport.server import TransportServer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prometheus_client import CollectorRegistry
 
     from kvstore.cluster.announcer import Announcer
-    from kvstore.cluster.handover import HandOver
+    from kvstore.cluster.deletions import Deletions
+    from kvstore.cluster.directory import Membership
+    from kvstore.cluster.drain import Drainer
+    from kvstore.cluster.peers import ClusterPeers
+    from kvstore.cluster_config import ClusterConfig
     from kvstore.quota_config import QuotaConfig
     from kvstore.store import Store
 
@@ -67,26 +81,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """What this node is called in its cluster, and what it does there before it stops; None: nothing."""
-
-    name: str
-    hand_over: HandOver | None
-
-    @property
-    def unready(self) -> str | None:
-        """Why it should be sent nothing any more."""
-        return None if self.hand_over is None else self.hand_over.unready
-
-
-@dataclass(frozen=True, slots=True)
 class Beside:
     """What runs beside the server, and where the ready line goes."""
 
     announcer: Announcer
-    leaving: Leaving
+    drainer: Drainer | None
     pages: NodePages | None
     ready: TextIO
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSide:
+    """This node among others: its name, and the parts that deal with them. Alone it has neither peers nor a drainer."""
+
+    name: str
+    announcer: Announcer
+    deletions: Deletions
+    peers: ClusterPeers | None
+    drainer: Drainer | None
 
 
 def run(config: Config, *, ready: TextIO) -> None:
@@ -104,15 +116,8 @@ def run(config: Config, *, ready: TextIO) -> None:
         clock = SystemClock()
         membership = open_membership(config.cluster, clock)
         store = stack.enter_context(_open(config))
-        announcer = open_announcer(config.cluster, store, membership, clock, queue=lambda: server.transfers)
-        profile = node_profile(config.cluster, config.data_dir)
-        announcer.enter(profile)
-        stack.callback(announcer.stop)
-        peers = open_peers(config.cluster, store, membership, profile.name)
-        if peers is not None:
-            stack.callback(peers.close)
-            store.share_with(peers)
-        leaving = Leaving(profile.name, open_hand_over(config.cluster, store, membership, peers, clock))
+        side = _open_cluster(config, store, membership, stack, transfers=lambda: server.transfers)
+        announcer = side.announcer
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -123,21 +128,23 @@ def run(config: Config, *, ready: TextIO) -> None:
             security=security,
             bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
             arena=config.transport.arena,
-            cluster=NodeView(store, membership, profile.name, config.cluster.announce_tokens),
+            cluster=NodeView(store, membership, side.name, config.cluster.announce_tokens),
+            draining=side.drainer,
+            deletions=side.deletions,
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
-        peer_stats = (lambda: NO_PEERS) if peers is None else peers.stats
+        peer_stats = (lambda: NO_PEERS) if side.peers is None else side.peers.stats
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats)
         registry = make_registry(readers, server, calls, __version__)
-        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: leaving.unready or server.unready)
+        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: _unready(side.drainer, server))
         nodes = membership.nodes if config.cluster.directory else tuple
         prefixes = HotPrefixes(store, clock)
-        sources = PageSources(store.stats, peer_stats, calls, prefixes, nodes, profile.name, __version__, clock)
+        sources = PageSources(store.stats, peer_stats, calls, prefixes, nodes, side.name, __version__, clock)
         pages = _open_pages(stack, config.server.metrics_address, registry, health, sources)
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
-            uvloop.run(watch.over(_serve(config, store, server, Beside(announcer, leaving, pages, ready))))
+            uvloop.run(watch.over(_serve(config, store, server, Beside(announcer, side.drainer, pages, ready))))
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     logger.info("stopped")
@@ -219,6 +226,48 @@ def _quota(quota: QuotaConfig) -> Quota:
     return Quota(**{**values, "tenant": quota.tenant or None, "model": quota.model or None})
 
 
+def _open_cluster(
+    config: Config, store: Store, membership: Membership, stack: contextlib.ExitStack, *, transfers: Callable[[], int]
+) -> ClusterSide:
+    """What deals with other nodes, nothing of it started; `stack` ends it."""
+    clock = SystemClock()
+    deletions = open_deletions(config.data_dir, store, membership, clock)
+    announcer = open_announcer(
+        config.cluster,
+        store,
+        membership,
+        clock,
+        report=lambda: _node_report(store, transfers(), deletions),
+        upkeep=deletions.sync,
+    )
+    profile = node_profile(config.cluster, config.data_dir)
+    announcer.enter(profile)
+    stack.callback(announcer.stop)
+    peers = open_peers(config.cluster, store, membership, profile.name, deletions)
+    if peers is None:
+        return ClusterSide(profile.name, announcer, deletions, None, None)
+    stack.callback(peers.close)
+    store.share_with(peers)
+    drainer = open_drainer(
+        config.cluster, profile.name, store, membership=membership, peers=peers, announcer=announcer, clock=clock
+    )
+    return ClusterSide(profile.name, announcer, deletions, peers, drainer)
+
+
+def _node_report(store: Store, transfers: int, deletions: Deletions) -> NodeReport:
+    """What this node says of itself in its lease."""
+    stats = store.stats()
+    used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
+    return NodeReport(
+        queue=transfers,
+        version=__version__,
+        host_used_bytes=used.get("host", 0),
+        disk_used_bytes=used.get("disk", 0),
+        leases=stats.leases,
+        deletions=deletions.applied_epoch,
+    )
+
+
 def _capacities(store: Store) -> dict[str, int]:
     return {name: tier.capacity_bytes for name, tier in store.stats().tiers.items()}
 
@@ -237,6 +286,11 @@ def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer) ->
         return "the event loop stands still"
     dead = [*server.dead_threads, *([] if announcer.is_alive else ["kvstore-announcer"])]
     return f"threads have ended: {', '.join(dead)}" if dead else None
+
+
+def _unready(drainer: Drainer | None, server: TransportServer) -> str | None:
+    """Why this node should be sent nothing."""
+    return server.unready or (None if drainer is None else drainer.unready)
 
 
 async def _serve(config: Config, store: Store, server: TransportServer, beside: Beside) -> None:
@@ -263,11 +317,17 @@ async def _serve(config: Config, store: Store, server: TransportServer, beside: 
     ready.flush()
     await stop_asked.wait()
     logger.info("stopping: grace_seconds=%g; a second signal ends the process at once", config.server.grace_seconds)
-    if beside.leaving.hand_over is not None:
-        announcer.announce_no_more()
-        await asyncio.to_thread(beside.leaving.hand_over.run, beside.leaving.name)
+    if beside.drainer is not None:
+        await asyncio.to_thread(_leave, beside.drainer, config.cluster)
     await asyncio.to_thread(announcer.stop)  # first, so that nobody is sent here any more
     await server.stop(config.server.grace_seconds)
+
+
+def _leave(drainer: Drainer, config: ClusterConfig) -> None:
+    """Hand over, if the settings want that; one that is under way by an order ends."""
+    if config.handover_seconds:
+        drainer.leave(DrainOrder(config.handover_seconds, config.handover_bytes))
+    drainer.close()
 
 
 def _reload(server: TransportServer, reloading: set[asyncio.Task[None]]) -> None:

@@ -108,6 +108,20 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True)
+class NamespaceStats:
+    """A namespace on one node. Of one that nobody has used since the start, only what the disk tells: no names."""
+
+    ns_id: bytes
+    tenant: str = ""
+    model: str = ""
+    revision: str = ""
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    block_bytes: int = 0
+    pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStats:
     """What a node and its directory told each other since the node's start.
 

@@ -7,18 +7,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.api import SCRUB_BYTES
-from kvstore.errors import NoSpaceError
-from kvstore.transport import convert
+from kvstore.errors import InvalidArgumentError, NoSpaceError, PermissionDeniedError
+from kvstore.transport import convert, convert_nodes
+from kvstore.transport.cluster_view import ListingStore
 from kvstore.transport.principal import caller
 from kvstore.types import Verification
 from kvstore.v1 import admin_service_pb2 as pb
 
 if TYPE_CHECKING:
+    from kvstore.transport.cluster_view import Draining
     from kvstore.transport.state import ServiceState
     from kvstore.types import Namespace
 
 
 _SCRUB_BYTES_MAX = 64 << 20
+_DRAIN_WAIT_SECONDS_MAX = 10.0
 
 
 class AdminService:
@@ -103,7 +106,9 @@ class AdminService:
         if cluster is None:
             return pb.ListNodesResponse()
         nodes = await self._state.short.run(cluster.nodes)
-        return pb.ListNodesResponse(node_name=cluster.node_name, nodes=[convert.node_to_proto(node) for node in nodes])
+        return pb.ListNodesResponse(
+            node_name=cluster.node_name, nodes=[convert_nodes.node_to_proto(node) for node in nodes]
+        )
 
     async def locate(self, request: pb.LocateRequest) -> pb.LocateResponse:
         """What each node holds of a prompt."""
@@ -114,7 +119,56 @@ class AdminService:
         if cluster is None:
             return pb.LocateResponse()
         found = await self._state.short.run(partial(cluster.locate, namespace, tokens, root))
-        return pb.LocateResponse(matches=[convert.node_match_to_proto(match) for match in found])
+        return pb.LocateResponse(matches=[convert_nodes.node_match_to_proto(match) for match in found])
+
+    async def drain(self, request: pb.DrainRequest) -> pb.DrainResponse:
+        """Have this node drain, and say how far that is."""
+        draining = self._draining()
+        wait_seconds = convert.duration_seconds(request.wait)
+        if not 0 <= wait_seconds <= _DRAIN_WAIT_SECONDS_MAX:
+            raise InvalidArgumentError(f"wait is {wait_seconds} s, expected 0..{_DRAIN_WAIT_SECONDS_MAX}")
+        if request.HasField("order"):
+            await self._state.short.run(partial(draining.begin, convert_nodes.drain_order_from_proto(request.order)))
+        progress = draining.progress
+        if wait_seconds and not progress.is_done:
+            progress = await self._state.prefetch.run(partial(draining.wait, wait_seconds))
+        return convert_nodes.drain_progress_to_proto(progress)
+
+    async def undrain(self, _request: pb.UndrainRequest) -> pb.UndrainResponse:
+        """Have it take part again."""
+        return pb.UndrainResponse(drained=await self._state.short.run(self._draining().undo))
+
+    async def list_namespaces(self, _request: pb.ListNamespacesRequest) -> pb.ListNamespacesResponse:
+        """The namespaces of this node; to a tenant its own."""
+        store = self._namespaces_of_store()
+        found = await self._state.short.run(store.namespaces)
+        tenant = caller().tenant
+        told = [convert_nodes.namespace_to_proto(one) for one in found if tenant is None or one.tenant == tenant]
+        return pb.ListNamespacesResponse(namespaces=told)
+
+    async def delete_namespace(self, request: pb.DeleteNamespaceRequest) -> pb.DeleteNamespaceResponse:
+        """Delete a namespace, here and everywhere; one of another tenant is not known."""
+        tenant, deletions = caller().tenant, self._state.deletions
+        if tenant is not None and not self._state.namespaces.is_of(request.ns_id, tenant):
+            raise PermissionDeniedError(
+                f"namespace {request.ns_id.hex()[:32]} was not opened by tenant {tenant!r}; prove its secret first"
+            )
+        if deletions is None:
+            raise InvalidArgumentError("this server deletes no namespaces; clear it in its store")
+        done = await self._state.long.run(partial(deletions.delete, request.ns_id))
+        return pb.DeleteNamespaceResponse(epoch=done.epoch, blocks=done.blocks, told=done.is_told)
+
+    def _namespaces_of_store(self) -> ListingStore:
+        if not isinstance(self._store, ListingStore):
+            raise InvalidArgumentError("the store of this server does not list its namespaces")
+        return self._store
+
+    def _draining(self) -> Draining:
+        if self._state.draining is None:
+            raise InvalidArgumentError(
+                "this node is alone (cluster.directory is empty), so there is nobody to hand over to; stop it as it is"
+            )
+        return self._state.draining
 
     def _namespace(self, session_id: bytes, ns_id: bytes) -> Namespace:
         return self._state.sessions.get(session_id).namespace(ns_id)

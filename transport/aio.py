@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.events import EventPage
-    from kvstore.nodes import Node, NodeMatch
-    from kvstore.stats import StoreStats
+    from kvstore.nodes import Deletion, DrainOrder, DrainProgress, Node, NodeMatch
+    from kvstore.stats import NamespaceStats, StoreStats
     from kvstore.tokens import Tokens
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.aio_link import AsyncLink
@@ -388,6 +388,22 @@ class AsyncClient:
     async def nodes(self) -> tuple[str, tuple[Node, ...]]:
         """What the server's node is called, and the living nodes of its cluster."""
         return await self._run(plans.list_nodes())
+
+    async def drain(self, order: DrainOrder | None, *, wait_seconds: float = 0.0) -> DrainProgress:
+        """Have the server's node drain, or with None only ask how far it is; waits for the end, a step at most."""
+        return await self._run(plans.drain(order, min(wait_seconds, prefetch_step_seconds(self._deadlines))))
+
+    async def undrain(self) -> bool:
+        """Have it take part again; false where it did not drain."""
+        return await self._run(plans.undrain())
+
+    async def namespaces(self) -> tuple[NamespaceStats, ...]:
+        """The namespaces of the server's node, by id."""
+        return await self._run(plans.list_namespaces())
+
+    async def delete_namespace(self, ns_id: bytes) -> Deletion:
+        """Drop all of a namespace for good, on all nodes. Not tried again when the connection breaks."""
+        return await self._run(plans.delete_namespace(ns_id))
 
     async def locate(self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None) -> tuple[NodeMatch, ...]:
         """How much of a prompt each living node holds, the most first; see kvstore.cluster.routing."""

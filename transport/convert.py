@@ -12,7 +12,6 @@ from kvstore.errors import InvalidArgumentError, InvalidLayoutError, InvalidName
 from kvstore.events import Event, EventKind, EventPage
 from kvstore.hashing import KEY_BYTES
 from kvstore.layer_groups import FIELD_BYTES_MAX, Recurrent, SequenceState, SlidingWindow
-from kvstore.nodes import Node, NodeMatch
 from kvstore.stats import CodecStats, StoreStats, TierStats, WhatIf
 from kvstore.tokens import packed_tokens, unpacked_tokens
 from kvstore.types import (
@@ -379,48 +378,3 @@ def _event_from_proto(message: block_pb2.Event) -> Event:
 def _tier_to_proto(tier: Tier) -> block_pb2.Tier:
     # The numbers of both enums are the same, which a test checks.
     return cast("block_pb2.Tier", tier.value)
-
-
-def node_to_proto(node: Node) -> admin_pb.Node:
-    """A node of a cluster."""
-    return admin_pb.Node(
-        name=node.name,
-        slot=node.slot,
-        incarnation=node.incarnation,
-        addresses=node.addresses,
-        host_bytes=node.host_bytes,
-        disk_bytes=node.disk_bytes,
-        queue=node.queue,
-    )
-
-
-def node_from_proto(message: admin_pb.Node) -> Node:
-    """A node of a cluster."""
-    return Node(
-        message.name,
-        message.slot,
-        message.incarnation,
-        tuple(message.addresses),
-        message.host_bytes,
-        message.disk_bytes,
-        message.queue,
-    )
-
-
-def node_match_to_proto(match: NodeMatch) -> admin_pb.NodeMatch:
-    """What a node holds of a prompt."""
-    return admin_pb.NodeMatch(
-        node=node_to_proto(match.node),
-        tokens=match.tokens,
-        host_tokens=match.tiers.get(Tier.HOST, 0),
-        disk_tokens=match.tiers.get(Tier.DISK, 0),
-    )
-
-
-def node_match_from_proto(message: admin_pb.NodeMatch) -> NodeMatch:
-    """What a node holds of a prompt; what is neither in its host memory nor on its disk, as far as is told, is PEER."""
-    rest = message.tokens - message.host_tokens - message.disk_tokens
-    tiers = {Tier.HOST: message.host_tokens, Tier.DISK: message.disk_tokens, Tier.PEER: rest}
-    return NodeMatch(
-        node_from_proto(message.node), message.tokens, {tier: tokens for tier, tokens in tiers.items() if tokens > 0}
-    )

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from kvstore.errors import InvalidArgumentError
 from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.tokens import as_prompt
-from kvstore.transport import convert
+from kvstore.transport import convert, convert_nodes
 from kvstore.transport.link import ADMIN, CACHE, Rpc, Wait
 from kvstore.types import (
     ScrubPage,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvstore.events import EventPage
-    from kvstore.nodes import Node, NodeMatch
-    from kvstore.stats import StoreStats
+    from kvstore.nodes import Deletion, DrainOrder, DrainProgress, Node, NodeMatch
+    from kvstore.stats import NamespaceStats, StoreStats
     from kvstore.tokens import Tokens
     from kvstore.types import Namespace, Pin, PrefixMatch, Root, Tier, TokenArray
 
@@ -69,6 +69,10 @@ _EVICT_WRITER = Rpc(ADMIN, "EvictWriter", admin_pb.EvictWriterResponse)
 _FIND_WRITERS = Rpc(ADMIN, "FindWriters", admin_pb.FindWritersResponse)
 _SCRUB = Rpc(ADMIN, "Scrub", admin_pb.ScrubResponse)
 _LIST_NODES = Rpc(ADMIN, "ListNodes", admin_pb.ListNodesResponse)
+_DRAIN = Rpc(ADMIN, "Drain", admin_pb.DrainResponse)
+_UNDRAIN = Rpc(ADMIN, "Undrain", admin_pb.UndrainResponse)
+_LIST_NAMESPACES = Rpc(ADMIN, "ListNamespaces", admin_pb.ListNamespacesResponse)
+_DELETE_NAMESPACE = Rpc(ADMIN, "DeleteNamespace", admin_pb.DeleteNamespaceResponse)
 _LOCATE = Rpc(ADMIN, "Locate", admin_pb.LocateResponse)
 
 
@@ -249,9 +253,43 @@ def list_nodes() -> Plan[admin_pb.ListNodesResponse, tuple[str, tuple[Node, ...]
     request = admin_pb.ListNodesRequest()
 
     def read(answer: admin_pb.ListNodesResponse) -> tuple[str, tuple[Node, ...]]:
-        return answer.node_name, tuple(convert.node_from_proto(node) for node in answer.nodes)
+        return answer.node_name, tuple(convert_nodes.node_from_proto(node) for node in answer.nodes)
 
     return Plan(_LIST_NODES, Wait.CONTROL, None, lambda _session, _ns: request, read)
+
+
+def drain(order: DrainOrder | None, wait_seconds: float) -> Plan[admin_pb.DrainResponse, DrainProgress]:
+    """Have the node drain, or ask how far it is."""
+    request = admin_pb.DrainRequest()
+    if order is not None:
+        check_range(order.limit_bytes, _UINT64_MAX, "limit_bytes")
+        request.order.CopyFrom(convert_nodes.drain_order_to_proto(order))
+    convert.set_duration(request.wait, require_seconds(wait_seconds, "wait_seconds"), "wait_seconds")
+    return Plan(_DRAIN, Wait.CONTROL, None, lambda _session, _ns: request, convert_nodes.drain_progress_from_proto)
+
+
+def undrain() -> Plan[admin_pb.UndrainResponse, bool]:
+    """Have it take part again. Not repeatable: the second would say that it did not drain."""
+    request = admin_pb.UndrainRequest()
+    return Plan(_UNDRAIN, Wait.CONTROL, None, lambda _session, _ns: request, lambda answer: answer.drained, False)
+
+
+def list_namespaces() -> Plan[admin_pb.ListNamespacesResponse, tuple[NamespaceStats, ...]]:
+    """Name the namespaces."""
+    request = admin_pb.ListNamespacesRequest()
+
+    def read(answer: admin_pb.ListNamespacesResponse) -> tuple[NamespaceStats, ...]:
+        return tuple(convert_nodes.namespace_from_proto(use) for use in answer.namespaces)
+
+    return Plan(_LIST_NAMESPACES, Wait.CONTROL, None, lambda _session, _ns: request, read)
+
+
+def delete_namespace(ns_id: bytes) -> Plan[admin_pb.DeleteNamespaceResponse, Deletion]:
+    """Delete one. Not repeatable: the second would drop what was stored since."""
+    request = admin_pb.DeleteNamespaceRequest(ns_id=ns_id)
+    return Plan(
+        _DELETE_NAMESPACE, Wait.LONG, None, lambda _session, _ns: request, convert_nodes.deletion_from_proto, False
+    )
 
 
 def locate(
@@ -264,7 +302,7 @@ def locate(
         return admin_pb.LocateRequest(session_id=session_id, prompt=convert.prompt_to_proto(ns_id, root, prompt))
 
     def read(answer: admin_pb.LocateResponse) -> tuple[NodeMatch, ...]:
-        return tuple(convert.node_match_from_proto(match) for match in answer.matches)
+        return tuple(convert_nodes.node_match_from_proto(match) for match in answer.matches)
 
     return Plan(_LOCATE, Wait.CONTROL, namespace, of_session, read)
 

@@ -109,6 +109,7 @@ class RemoteLease:
             held.give_up(RELEASE, self._release_request())
             raise
         self._blocks = granted.blocks
+        self.deletions = granted.deletions  # the epoch of the last one that the server had applied before
         self.size = convert.state_from_proto(granted.state)
 
     @property

@@ -49,9 +49,13 @@ ROLES: dict[str, Role] = {
     "Scrub": Role.ADMIN,
     "ListNodes": Role.READ,
     "Locate": Role.READ,
+    "Drain": Role.ADMIN,
+    "Undrain": Role.ADMIN,
+    "ListNamespaces": Role.ADMIN,
+    "DeleteNamespace": Role.ADMIN,
 }
 # Those that are about the blocks of all tenants, whoever asks.
-EVERY_TENANT_CALLS = frozenset({"Scrub", "EvictWriter"})
+EVERY_TENANT_CALLS = frozenset({"Scrub", "EvictWriter", "Drain", "Undrain"})
 # What anybody may ask who got through to the server: health and the public API's own description tell of no tenant.
 OPEN_SERVICES = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 OPEN_CALLS = frozenset({"Check"})

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.arena_service import ArenaUse
     from kvstore.transport.bulk_rows import BulkEngineHost
-    from kvstore.transport.cluster_view import ClusterView
+    from kvstore.transport.cluster_view import ClusterView, Deleting, Draining
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
     from kvstore.transport.listen import PortServer
     from kvstore.transport.security import Security
@@ -75,6 +75,8 @@ class TransportServer:
         bulk_engine: BulkEngineHost | None = None,
         arena: str = ARENA_CHOICES[0],
         cluster: ClusterView | None = None,
+        draining: Draining | None = None,
+        deletions: Deleting | None = None,
     ) -> None:
         self._listen = [parse_address(text) for text in listen]
         self._limits = limits
@@ -84,6 +86,8 @@ class TransportServer:
         self._state.bulk_engine = bulk_engine
         self._state.lends_memory = arena == "map"
         self._state.cluster = cluster
+        self._state.draining = draining
+        self._state.deletions = deletions
         self._admission = Admission(access, self._state.tenants)
         self._root = CallRoot(observer, self._admission)
         self._reloader = Reloader(self._security.reloadables(), clock)

@@ -220,6 +220,9 @@ class CacheService:
         namespace = self._namespace(request)
         match = _claimed_match(namespace, request, self._tokens(request.prompt.tokens))
         tiers = convert.tiers_from_proto(request.tiers)
+        deletions = self._state.deletions
+        # Asked first: what is leased then was stored behind that deletion.
+        deleted = 0 if deletions is None else deletions.applied(request.prompt.ns_id)
         lease = await self._state.short.run(
             lambda: session.leases.open(
                 request.lease_id,
@@ -231,7 +234,7 @@ class CacheService:
             ),
             undo=lambda _: session.leases.end(request.lease_id),
         )
-        answer = pb.LeaseResponse(blocks=lease.blocks)
+        answer = pb.LeaseResponse(blocks=lease.blocks, deletions=deleted)
         if isinstance(lease, SizedLease):
             answer.state.CopyFrom(convert.state_to_proto(lease.size))
         return answer

@@ -104,6 +104,10 @@ class Method(enum.IntEnum):
     Locate = 25
     EvictWriter = 26
     FindWriters = 27
+    Drain = 28
+    Undrain = 29
+    ListNamespaces = 30
+    DeleteNamespace = 31
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -134,6 +138,10 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.Locate: admin_pb.LocateRequest,
     Method.EvictWriter: admin_pb.EvictWriterRequest,
     Method.FindWriters: admin_pb.FindWritersRequest,
+    Method.Drain: admin_pb.DrainRequest,
+    Method.Undrain: admin_pb.UndrainRequest,
+    Method.ListNamespaces: admin_pb.ListNamespacesRequest,
+    Method.DeleteNamespace: admin_pb.DeleteNamespaceRequest,
 }
 ADMIN_METHODS = frozenset(
     (
@@ -148,6 +156,10 @@ ADMIN_METHODS = frozenset(
         Method.Locate,
         Method.EvictWriter,
         Method.FindWriters,
+        Method.Drain,
+        Method.Undrain,
+        Method.ListNamespaces,
+        Method.DeleteNamespace,
     )
 )
 BULK_METHODS = frozenset((Method.Load, Method.Write))

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 
@@ -22,6 +23,14 @@ class ExitCode(enum.IntEnum):
 def print_json(value: object) -> None:
     """One JSON value on one line."""
     print(json.dumps(value, default=_as_json))
+
+
+def show(arguments: argparse.Namespace, row: object, text: str) -> None:
+    """One result, as the command was asked to tell it."""
+    if arguments.json:
+        print_json(row)
+    else:
+        print(text)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_looking(commands)
     _add_changing(commands)
+    _add_namespaces(commands)
     _add_replay(commands)
     _add_bench(commands)
     _add_check(commands)
@@ -101,7 +102,8 @@ def _add_looking(commands: Commands) -> None:
     stats.add_argument("--what-if", action="store_true", help="what other capacities would have found instead")
     match = _add_remote(commands, "match", "How much of a prompt is stored, and where. Changes no recency.")
     _add_prompt(match)
-    _add_remote(commands, "nodes", "The living nodes of the cluster, this one marked.")
+    nodes = _add_remote(commands, "nodes", "The nodes of the cluster, this one marked, and those that left.", "nodes")
+    nodes.add_argument("--watch", action="store_true", help="again every 2 s until interrupted")
     locate = _add_remote(commands, "locate", "How much of a prompt each node of the cluster holds.")
     _add_prompt(locate)
     verify = _add_remote(commands, "verify", "Check every invariant of the index; exit code 1 if one is broken.")
@@ -128,6 +130,49 @@ def _add_changing(commands: Commands) -> None:
     clear = _add_remote(commands, "clear", "Drop all blocks of a namespace, pinned ones too, for good.")
     _add_namespace(clear)
     _add_remote(commands, "flush", "Wait until everything admitted to disk is there.")
+    _add_drain(commands)
+
+
+def _add_drain(commands: Commands) -> None:
+    drain = _add_remote(
+        commands, "drain", "Have a node take nothing more, and others take what is worth most there.", "nodes"
+    )
+    drain.add_argument("node", metavar="NODE", nargs="?", help="as `kvstore nodes` names it (default: the one asked)")
+    drain.add_argument("--undo", action="store_true", help="have it take part again")
+    drain.add_argument(
+        "--seconds", metavar="DURATION", default="60s", help="how long it may take, such as 5m (default %(default)s)"
+    )
+    drain.add_argument(
+        "--bytes", metavar="SIZE", default="4GiB", help="what is handed over at most (default %(default)s)"
+    )
+    drain.add_argument("--to", metavar="NODE,...", help="who is to take it (default: all that are ready)")
+
+
+def _add_namespaces(commands: Commands) -> None:
+    namespace = commands.add_parser("namespace", help="Whole namespaces.", description="Whole namespaces.")
+    parts = namespace.add_subparsers(required=True, metavar="COMMAND")
+    listing = _add(parts, "list", "namespaces:list_namespaces", "The namespaces of a node, and what they take up.")
+    one = _add(parts, "show", "namespaces:show_namespace", "What a node has of one namespace.")
+    delete = _add(
+        parts,
+        "delete",
+        "namespaces:delete_namespace",
+        "Drop all of a namespace for good, on all nodes of the cluster.",
+    )
+    for command in (one, delete):
+        command.add_argument(
+            "id", metavar="ID", nargs="?", help="as `kvstore namespace list` prints it (default: that of the flags)"
+        )
+        _add_namespace(command)
+    delete.add_argument(
+        "--seconds",
+        metavar="DURATION",
+        default="30s",
+        help="how long to wait for the other living nodes (default %(default)s)",
+    )
+    for command in (listing, one, delete):
+        _add_sidecar(command)
+        _add_json(command)
 
 
 def _add_replay(commands: Commands) -> None:
@@ -245,8 +290,8 @@ def _add_security(commands: Commands) -> None:
     _add_json(new)
 
 
-def _add_remote(commands: Commands, name: str, sentence: str) -> argparse.ArgumentParser:
-    command = _add(commands, name, f"remote:{name}", sentence)
+def _add_remote(commands: Commands, name: str, sentence: str, module: str = "remote") -> argparse.ArgumentParser:
+    command = _add(commands, name, f"{module}:{name}", sentence)
     _add_sidecar(command)
     _add_json(command)
     return command

@@ -6,12 +6,11 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import kvstore
 from kvstore.api import SCRUB_BYTES
-from kvstore.cli.output import ExitCode, print_json, print_table
+from kvstore.cli.output import ExitCode, print_json, print_table, show
 from kvstore.cli.progress import ProgressBar
 from kvstore.cli.prompt import namespace_of, prompt_of, root_of
-from kvstore.cli.sidecar import client_files, sidecar_address
+from kvstore.cli.sidecar import connect_sidecar, sidecar_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.quantities import format_size, parse_duration, parse_size
 from kvstore.types import ScrubPage, Tier
@@ -28,13 +27,11 @@ if TYPE_CHECKING:
     from kvstore.types import PrefixMatch
 
 _FOLLOW_SECONDS = 2.0
-# People wait longer than engines.
-_LOOKUP_SECONDS = 5.0
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Whether the sidecar serves, and which version it is."""
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         answer = client.status()
     row = {
         "address": sidecar_address(arguments),
@@ -43,13 +40,13 @@ def status(arguments: argparse.Namespace) -> int:
         "lane": answer.lane,
     }
     serving = "serving" if answer.serving else "not serving"
-    _show(arguments, row, f"{row['address']}: {serving}, version {answer.version}, lane {answer.lane}")
+    show(arguments, row, f"{row['address']}: {serving}, version {answer.version}, lane {answer.lane}")
     return ExitCode.DONE if answer.serving else ExitCode.FAILED
 
 
 def stats(arguments: argparse.Namespace) -> int:
     """Occupancy and counters."""
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         snapshot = client.stats()
     if arguments.what_if:
         _show_what_if(arguments, snapshot)
@@ -65,36 +62,14 @@ def match(arguments: argparse.Namespace) -> int:
     namespace, root = namespace_of(arguments), root_of(arguments)
     prompt = prompt_of(arguments, namespace)
     prompt_tokens = namespace.layout.prompt_tokens(prompt.size)
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         found = client.match(namespace, prompt, root=root, touch=False)
         writers = client.writers_of(namespace, prompt, root=root) if arguments.json else ()
     row = {"blocks": found.blocks, "tokens": found.tokens, "prompt_tokens": prompt_tokens, "tiers": _tier_blocks(found)}
     row["writers"] = [{"writer": writer_text(run.writer), "blocks": run.blocks} for run in writers]
     places = ", ".join(f"{blocks} in {name}" for name, blocks in _tier_blocks(found).items())
     text = f"{found.tokens} of {prompt_tokens} tokens, {found.blocks} blocks" + (f": {places}" if places else "")
-    _show(arguments, row, text)
-    return ExitCode.DONE
-
-
-def nodes(arguments: argparse.Namespace) -> int:
-    """The nodes of the cluster."""
-    with _connect(arguments) as client:
-        own, found = client.nodes()
-    if arguments.json:
-        print_json({"node": own, "nodes": [asdict(node) for node in found]})
-    else:
-        rows = [
-            (
-                f"{node.name} (this one)" if node.name == own else node.name,
-                node.slot,
-                ",".join(node.addresses),
-                format_size(node.host_bytes),
-                format_size(node.disk_bytes),
-                node.queue,
-            )
-            for node in found
-        ]
-        print_table(("node", "slot", "addresses", "host", "disk", "queue"), rows)
+    show(arguments, row, text)
     return ExitCode.DONE
 
 
@@ -102,7 +77,7 @@ def locate(arguments: argparse.Namespace) -> int:
     """What each node holds of a prompt."""
     namespace, root = namespace_of(arguments), root_of(arguments)
     prompt = prompt_of(arguments, namespace)
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         found = client.locate(namespace, prompt, root=root)
     rows = [
         {
@@ -126,9 +101,9 @@ def pin(arguments: argparse.Namespace) -> int:
     prompt = prompt_of(arguments, namespace)
     wanted = prompt.size // namespace.layout.block_symbols
     ttl_seconds = _ttl_seconds(arguments.ttl)
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         made = client.pin(namespace, prompt, root=root, ttl_seconds=ttl_seconds)
-    _show(arguments, asdict(made), f"pin {made.pin_id}: {made.blocks} of {wanted} blocks")
+    show(arguments, asdict(made), f"pin {made.pin_id}: {made.blocks} of {wanted} blocks")
     if made.blocks == wanted:
         return ExitCode.DONE
     return ExitCode.PARTLY_DONE if made.blocks else ExitCode.FAILED
@@ -136,9 +111,9 @@ def pin(arguments: argparse.Namespace) -> int:
 
 def unpin(arguments: argparse.Namespace) -> int:
     """End a pin; failed if there is none of that id."""
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         ended = client.unpin(arguments.pin_id)
-    _show(arguments, {"ended": ended}, f"pin {arguments.pin_id} {'ended' if ended else 'is not known'}")
+    show(arguments, {"ended": ended}, f"pin {arguments.pin_id} {'ended' if ended else 'is not known'}")
     return ExitCode.DONE if ended else ExitCode.FAILED
 
 
@@ -148,9 +123,9 @@ def evict(arguments: argparse.Namespace) -> int:
         return _evict_writer(arguments)
     namespace, root = namespace_of(arguments), root_of(arguments)
     prompt = prompt_of(arguments, namespace)
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         blocks = client.evict(namespace, prompt, root=root, from_block=arguments.from_block)
-    _show(arguments, {"blocks": blocks}, f"{blocks} blocks dropped")
+    show(arguments, {"blocks": blocks}, f"{blocks} blocks dropped")
     return ExitCode.DONE
 
 
@@ -159,7 +134,7 @@ def _evict_writer(arguments: argparse.Namespace) -> int:
     if arguments.tokens or arguments.tokens_file or arguments.from_block:
         raise InvalidArgumentError("--writer drops what a writer wrote of all prompts; leave the prompt out")
     writer = parse_writer(arguments.writer)
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         page = client.evict_writer(writer)
         blocks = page.blocks
         with ProgressBar(page.blocks + page.remaining_blocks) as progress:
@@ -169,31 +144,31 @@ def _evict_writer(arguments: argparse.Namespace) -> int:
                 blocks += page.blocks
                 progress.advance("dropping blocks", page.blocks)
     row = {"writer": writer_text(writer), "blocks": blocks, "remaining_blocks": page.remaining_blocks}
-    _show(arguments, row, f"{blocks} blocks dropped, {page.remaining_blocks} of writer {row['writer']} left")
+    show(arguments, row, f"{blocks} blocks dropped, {page.remaining_blocks} of writer {row['writer']} left")
     return ExitCode.PARTLY_DONE if page.remaining_blocks else ExitCode.DONE
 
 
 def clear(arguments: argparse.Namespace) -> int:
     """Drop a namespace's blocks."""
     namespace = namespace_of(arguments)
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         blocks = client.clear(namespace)
-    _show(arguments, {"blocks": blocks}, f"{blocks} blocks dropped")
+    show(arguments, {"blocks": blocks}, f"{blocks} blocks dropped")
     return ExitCode.DONE
 
 
 def flush(arguments: argparse.Namespace) -> int:
     """Wait for the disk."""
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         client.flush()
-    _show(arguments, {"flushed": True}, "everything admitted to disk is there")
+    show(arguments, {"flushed": True}, "everything admitted to disk is there")
     return ExitCode.DONE
 
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check the index, and with --scrub all that lies on disk; failed if something is wrong."""
     bytes_per_second = _bytes_per_second(arguments.rate)
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         found = client.verify()
         read = _scrub(client, bytes_per_second) if arguments.scrub else None
     lines = [*found.problems, f"{found.blocks} blocks in {found.namespaces} namespaces, {len(found.problems)} problems"]
@@ -204,7 +179,7 @@ def verify(arguments: argparse.Namespace) -> int:
             f"{read.blocks} blocks read from disk ({format_size(read.bytes)}), {read.dropped_blocks} wrong and "
             f"dropped, {read.repaired_slots} slots out of quarantine"
         )
-    _show(arguments, row, "\n".join(lines))
+    show(arguments, row, "\n".join(lines))
     return ExitCode.FAILED if found.problems or (read and read.dropped_blocks) else ExitCode.DONE
 
 
@@ -234,7 +209,7 @@ def _scrub(client: Client, bytes_per_second: int) -> ScrubPage:
 def events(arguments: argparse.Namespace) -> int:
     """Print a page of the event log, or follow it."""
     after = arguments.after
-    with _connect(arguments) as client:
+    with connect_sidecar(arguments) as client:
         while True:
             wait_seconds = _FOLLOW_SECONDS if arguments.follow else 0.0
             page = client.events(after=after, limit=arguments.limit, wait_seconds=wait_seconds)
@@ -242,10 +217,6 @@ def events(arguments: argparse.Namespace) -> int:
             after = page.next_after
             if not arguments.follow:
                 return ExitCode.DONE
-
-
-def _connect(arguments: argparse.Namespace) -> Client:
-    return kvstore.connect(sidecar_address(arguments), lookup_seconds=_LOOKUP_SECONDS, **client_files(arguments))
 
 
 def _bytes_per_second(text: str) -> int:
@@ -265,13 +236,6 @@ def _ttl_seconds(text: str | None) -> float | None:
         return parse_duration(text)
     except ValueError as err:
         raise InvalidArgumentError(f"--ttl {text!r}: {err}") from err
-
-
-def _show(arguments: argparse.Namespace, row: object, text: str) -> None:
-    if arguments.json:
-        print_json(row)
-    else:
-        print(text)
 
 
 def _places(located: NodeMatch) -> str:
@@ -318,9 +282,9 @@ def _rows(name: str, value: object) -> Sequence[tuple[str, object]]:
 
 def _print_events(arguments: argparse.Namespace, page: EventPage) -> None:
     if page.gap:
-        _show(arguments, {"epoch": page.epoch, "gap": True}, "gap: older events were lost")
+        show(arguments, {"epoch": page.epoch, "gap": True}, "gap: older events were lost")
     for event in page.events:
-        _show(arguments, {"epoch": page.epoch, **_event_row(event)}, _event_text(event))
+        show(arguments, {"epoch": page.epoch, **_event_row(event)}, _event_text(event))
 
 
 def _event_row(event: Event) -> dict[str, object]:

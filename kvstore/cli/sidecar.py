@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import kvstore
 from kvstore.config import load_config
 from kvstore.transport.credentials import CredentialFiles
 
 if TYPE_CHECKING:
     import argparse
+
+    from kvstore.transport.client import Client
+
+# People wait longer than engines.
+_LOOKUP_SECONDS = 5.0
 
 
 def sidecar_address(arguments: argparse.Namespace) -> str:
@@ -27,3 +33,9 @@ def client_files(arguments: argparse.Namespace) -> CredentialFiles:
         tls_key=arguments.tls_key or client.tls_key or None,
         token_file=arguments.token_file or client.token_file or None,
     )
+
+
+def connect_sidecar(arguments: argparse.Namespace, address: str | None = None) -> Client:
+    """A client of the command's sidecar, or of another one at an address, which is shown the same."""
+    chosen = sidecar_address(arguments) if address is None else address
+    return kvstore.connect(chosen, lookup_seconds=_LOOKUP_SECONDS, **client_files(arguments))

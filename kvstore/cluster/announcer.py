@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvstore.cluster.announcements import Announcements
 from kvstore.cluster.directory import GROUPS
 from kvstore.errors import ClosedError, DirectoryUnavailableError, NodeNameTakenError
+from kvstore.nodes import NodeReport, NodeState
 from kvstore.stats import ClusterStats
 
 if TYPE_CHECKING:
@@ -70,13 +71,17 @@ class Announcer:
         *,
         settings: AnnounceSettings,
         clock: Clock,
-        queue: Callable[[], int] = lambda: 0,
+        report: Callable[[], NodeReport] = NodeReport,
+        upkeep: Callable[[], None] = lambda: None,
     ) -> None:
+        """`report` is what the node says of itself with its lease, but for whether it drains; `upkeep` is done before
+        each renewal of the lease, and raises nothing of the directory's."""
         self._store = store
         self._membership = membership
         self._settings = settings
         self._clock = clock
-        self._queue = queue
+        self._report = report
+        self._upkeep = upkeep
         self._profile: NodeProfile | None = None
         self._announcements = Announcements(
             settings.announce_tokens, settings.announce_after_seconds, settings.withdrawals_max
@@ -94,7 +99,8 @@ class Announcer:
         self._look_from = self._begun_at  # and from then on if events were lost
         self._announced = self._withdrawn = self._snapshots = self._failures = 0
         self._has_ended = threading.Event()
-        self._is_leaving = threading.Event()
+        self._is_draining = threading.Event()
+        self._has_news = threading.Event()  # the lease is to be renewed at once
         self._thread: threading.Thread | None = None
 
     def enter(self, profile: NodeProfile) -> None:
@@ -110,9 +116,15 @@ class Announcer:
         self._thread = threading.Thread(target=self._run, name="kvstore-announcer", daemon=True)
         self._thread.start()
 
-    def announce_no_more(self) -> None:
-        """Keep the lease, and tell of nothing new from now on: this node will leave. What was told stays."""
-        self._is_leaving.set()
+    def drain(self) -> None:
+        """Say in the lease that this node drains. What it holds is told on: others are to take it. Idempotent."""
+        self._is_draining.set()
+        self._has_news.set()
+
+    def undrain(self) -> None:
+        """Say that it takes part again. Idempotent."""
+        self._is_draining.clear()
+        self._has_news.set()
 
     def stop(self) -> None:
         """Withdraw everything within some seconds, and leave. Idempotent."""
@@ -177,18 +189,22 @@ class Announcer:
 
     def _keep_lease(self) -> None:
         now = self._clock.monotonic()
-        if now < self._renew_at:
+        if now < self._renew_at and not self._has_news.is_set():
             return
+        self._has_news.clear()
         assert self._profile is not None, "it was said who this node is"
         self._renew_at = now + self._settings.lease_seconds / 3
         was_in = self._is_in
+        self._upkeep()
         try:
             if not self._has_joined:
                 node = self._membership.join(self._profile)
                 self._has_joined = True
                 self._announcements.tell_groups_again(range(GROUPS))
+                self._has_news.set()  # what a lease says besides who has it
             else:
-                renewal = self._membership.renew(self._queue())
+                state = NodeState.DRAINING if self._is_draining.is_set() else NodeState.READY
+                renewal = self._membership.renew(replace(self._report(), state=state))
                 node = renewal.node
                 self._announcements.tell_groups_again(renewal.lost)
         except (DirectoryUnavailableError, NodeNameTakenError) as err:
@@ -235,7 +251,7 @@ class Announcer:
     def _tell(self) -> None:
         for _ in range(_CALLS_MAX):
             gone = self._announcements.take_gone(_KEYS_MAX)
-            due = [] if self._is_leaving.is_set() else self._announcements.take_due(_KEYS_MAX)
+            due = self._announcements.take_due(_KEYS_MAX)
             if not gone and not due:
                 return
             try:

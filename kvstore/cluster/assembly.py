@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.announcer import Announcer, AnnounceSettings
+from kvstore.cluster.announcer import POLL_SECONDS, Announcer, AnnounceSettings
+from kvstore.cluster.deletions import Deletions
 from kvstore.cluster.directory import NodeProfile
-from kvstore.cluster.handover import HandOver, HandOverSettings
+from kvstore.cluster.drain import Drainer
 from kvstore.cluster.memory_directory import MemoryDirectory, SharedDirectory
 from kvstore.cluster.valkey_address import ValkeyMode, parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.cluster.announcer import AnnouncedStore
+    from kvstore.cluster.deletions import DeletingStore
     from kvstore.cluster.directory import Membership
-    from kvstore.cluster.handover import Clients, LeavingStore
+    from kvstore.cluster.handover import LeavingStore
+    from kvstore.cluster.peers import ClusterPeers
     from kvstore.cluster.valkey_address import ValkeyAddress
     from kvstore.cluster_config import ClusterConfig
+    from kvstore.nodes import NodeReport
 
 _IDENTITY_BYTES = 16
 _NODE_FILE = "node.json"
+_DELETIONS_FILE = "deletions.json"
 
 
 def open_membership(config: ClusterConfig, clock: Clock) -> Membership:
@@ -75,26 +80,52 @@ def check_addresses(config: ClusterConfig, listen: Sequence[str]) -> None:
 
 
 def open_announcer(
-    config: ClusterConfig, store: AnnouncedStore, membership: Membership, clock: Clock, *, queue: Callable[[], int]
+    config: ClusterConfig,
+    store: AnnouncedStore,
+    membership: Membership,
+    clock: Clock,
+    *,
+    report: Callable[[], NodeReport],
+    upkeep: Callable[[], None],
 ) -> Announcer:
-    """What keeps this node in its directory, not started yet. `queue` tells how many transfers are under way here."""
+    """What keeps this node in its directory, not started yet. `report` is what it says of itself there."""
     settings = AnnounceSettings(
         announce_tokens=config.announce_tokens,
         announce_after_seconds=config.announce_after_seconds,
         lease_seconds=config.lease_seconds,
         entry_seconds=config.entry_seconds,
     )
-    return Announcer(store, membership, settings=settings, clock=clock, queue=queue)
+    return Announcer(store, membership, settings=settings, clock=clock, report=report, upkeep=upkeep)
 
 
-def open_hand_over(
-    config: ClusterConfig, store: LeavingStore, membership: Membership, clients: Clients | None, clock: Clock
-) -> HandOver | None:
-    """What this node does before it leaves; None where the settings want nothing, or it is alone."""
-    if clients is None or not config.handover_seconds:
-        return None
-    settings = HandOverSettings(config.handover_seconds, config.handover_bytes, config.announce_tokens)
-    return HandOver(store, membership, clients, settings, clock)
+def open_drainer(
+    config: ClusterConfig,
+    name: str,
+    store: LeavingStore,
+    *,
+    membership: Membership,
+    peers: ClusterPeers,
+    announcer: Announcer,
+    clock: Clock,
+) -> Drainer:
+    """What drains this node."""
+    return Drainer(
+        name,
+        store,
+        membership,
+        peers,
+        (announcer, peers),
+        announce_tokens=config.announce_tokens,
+        settle_seconds=config.announce_after_seconds + 2 * POLL_SECONDS,
+        clock=clock,
+    )
+
+
+def open_deletions(data_dir: str, store: DeletingStore, membership: Membership, clock: Clock) -> Deletions:
+    """The deletions of namespaces that this node knows of, those that it missed applied if the directory answers."""
+    deletions = Deletions(store, membership, Path(data_dir) / _DELETIONS_FILE if data_dir else None, clock)
+    deletions.sync()
+    return deletions
 
 
 def node_profile(config: ClusterConfig, data_dir: str) -> NodeProfile:

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Protocol
 from kvstore.nodes import Node as Node  # noqa: TC001  # offered here, to those who speak of directories
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from kvstore.nodes import NodeReport
 
 GROUPS = 64
 SLOTS_MAX = 1 << 16
+DELETIONS_MAX = 1024  # of namespaces, that are remembered: those made last
 HOLDERS_MAX = 20  # that one entry names; those told of last are kept
 ALL_GROUPS = frozenset(range(GROUPS))
 
@@ -74,6 +77,10 @@ class Directory(Protocol):
         """The living nodes, this one included, by slot; known for a lease's time at most."""
         ...
 
+    def departed(self) -> Sequence[Node]:
+        """Nodes whose lease is over and whose slot is not given again yet, in the state GONE."""
+        ...
+
     def holders(self, keys: Sequence[bytes]) -> Sequence[frozenset[int]]:
         """For each key of a boundary the slots of living nodes that say they hold it, this one included."""
         ...
@@ -98,7 +105,7 @@ class Membership(Directory, Protocol):
         """
         ...
 
-    def renew(self, queue: int) -> Renewal:
+    def renew(self, report: NodeReport) -> Renewal:
         """Renew the lease, and see whether the directory still has all it was told.
 
         A lease that was lost is taken again, if possible with its slot. Raises NodeNameTakenError where the name has
@@ -116,6 +123,13 @@ class Membership(Directory, Protocol):
 
     def leave(self) -> None:
         """End the lease at once; entries that were not withdrawn are masked from now on."""
+        ...
+
+    def bury(self, epochs: Mapping[bytes, int]) -> Mapping[bytes, int]:
+        """Tell of deleted namespaces; those that anybody told of, the largest epoch of each, DELETIONS_MAX at most.
+
+        Works without having joined. See deletions.py.
+        """
         ...
 
     def close(self) -> None:

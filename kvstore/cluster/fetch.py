@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -33,9 +34,12 @@ from kvstore.tokens import packed_tokens, unpacked_tokens
 from kvstore.types import PrefixMatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from kvstore.clock import Clock
+    from kvstore.cluster.deletions import Deletions
     from kvstore.cluster.peer_links import PeerLinks
     from kvstore.cluster.peer_paths import PeerPaths
     from kvstore.cluster.peer_settings import PeerSettings
@@ -107,12 +111,22 @@ class Wish(Protocol):
 class Fetcher:
     """Fetches for one store. Thread-safe: it keeps nothing of a fetch, but for whom it warned of."""
 
-    def __init__(self, store: Store, links: PeerLinks, paths: PeerPaths, settings: PeerSettings, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        links: PeerLinks,
+        paths: PeerPaths,
+        settings: PeerSettings,
+        clock: Clock,
+        *,
+        deletions: Deletions | None = None,
+    ) -> None:
         self._store = store
         self._links = links
         self._paths = paths
         self._settings = settings
         self._clock = clock
+        self._deletions = deletions
         self._warned: set[str] = set()
 
     def fetch(self, node: Node, wanted: WantedPrompt, first: int, wish: Wish) -> Fetched:
@@ -120,7 +134,7 @@ class Fetcher:
         with self._links.place(node) as is_free:
             if not is_free:
                 return Fetched(FetchOutcome.BUSY, first)
-            transfer = _Transfer(self._store, wanted, first, wish)
+            transfer = _Transfer(self._store, wanted, first, wish, partial(self._known_deletion, wanted.namespace))
             try:
                 outcome = self._run(node, transfer)
             except (PermissionDeniedError, UnauthenticatedError, LayoutMismatchError, ConfigError) as error:
@@ -146,7 +160,7 @@ class Fetcher:
         claimed = PrefixMatch(wanted.namespace, wanted.root, wanted.prompt, wanted.blocks, runs=())
         with client.lease(claimed) as lease:
             self._paths.count_answer(node.name, self._clock.monotonic() - began)
-            if lease.blocks <= transfer.next_block:
+            if lease.blocks <= transfer.next_block or lease.deletions < transfer.deletion:
                 return FetchOutcome.STALE
             began = self._clock.monotonic()
             outcome = transfer.run(lease, self._chunk_blocks(wanted.namespace))
@@ -168,6 +182,10 @@ class Fetcher:
         """Whether the peer keeps it under the same secret: by name alone, two of one tenant could be two."""
         return client.namespace_id(namespace) == self._store.namespace_id(namespace)
 
+    def _known_deletion(self, namespace: Namespace) -> int:
+        """The epoch in which the namespace was deleted last, as far as this node knows; 0: never."""
+        return 0 if self._deletions is None else self._deletions.known(self._store.namespace_id(namespace))
+
     def _chunk_blocks(self, namespace: Namespace) -> int:
         return max(1, min(_ROWS_MAX, self._settings.chunk_bytes // namespace.layout.block_bytes))
 
@@ -175,7 +193,11 @@ class Fetcher:
 class _Transfer:
     """The bytes of one fetch. `next_block`, `stored_blocks` and `received_bytes` say how far it came."""
 
-    def __init__(self, store: Store, wanted: WantedPrompt, first: int, wish: Wish) -> None:
+    def __init__(
+        self, store: Store, wanted: WantedPrompt, first: int, wish: Wish, known_deletion: Callable[[], int]
+    ) -> None:
+        self.deletion = known_deletion()  # the namespace's, as of the begin
+        self._known_deletion = known_deletion
         self.wanted = wanted
         self.wish = wish
         self.next_block = first
@@ -197,6 +219,9 @@ class _Transfer:
     def _bring(self, lease: RemoteLease, end: int) -> FetchOutcome:
         """Bring the blocks up to `end`; those that others store or bring just now are left to them."""
         with self._stage(end) as stage:
+            if self._is_deleted():
+                stage.abort()
+                return FetchOutcome.STALE
             if not isinstance(stage, StoreStage) or (stage.refused_blocks and not stage.blocks):
                 return FetchOutcome.NO_ROOM
             if not stage.blocks:
@@ -214,6 +239,11 @@ class _Transfer:
     def _stage(self, end: int) -> StoreStage | StageShare | RefusedStage:
         wanted = self.wanted
         return self._store.stage(wanted.namespace, wanted.head(end), root=wanted.root, from_block=self.next_block)
+
+    def _is_deleted(self) -> bool:
+        """Whether the namespace was deleted since the begin. A stage that was open then commits nothing; one that is
+        opened later asks this first, so nothing that the holder leased before comes back."""
+        return self._known_deletion() != self.deletion
 
     def _fill(self, lease: RemoteLease, stage: StoreStage, blocks: range) -> bool:
         """Load all dense parts of some blocks; false if one is not what was sent."""
@@ -251,6 +281,9 @@ class _Transfer:
         if not layout.groups:
             return FetchOutcome.FETCHED
         with self._stage(lease.blocks) as stage:
+            if self._is_deleted():
+                stage.abort()
+                return FetchOutcome.STALE
             for part in range(layout.part_count, len(layout.parts)):
                 needed = layout.needed_blocks(part, lease.blocks)
                 for run in stage.wanted(part):

@@ -48,8 +48,9 @@ class NodeView:
         self.node_name = node_name
 
     def nodes(self) -> Sequence[Node]:
-        """The living nodes. Raises DirectoryUnavailableError."""
-        return self._directory.nodes()
+        """The living nodes, and behind them those that are gone. Raises DirectoryUnavailableError."""
+        gone = self._directory.departed()
+        return (*self._directory.nodes(), *gone)
 
     def locate(self, namespace: Namespace, tokens: Tokens, root: Root | None) -> Sequence[NodeMatch]:
         """What each living node holds of a prompt, the most first. Raises DirectoryUnavailableError.

@@ -8,15 +8,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.directory import ALL_GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal
+from kvstore.cluster.directory import ALL_GROUPS, DELETIONS_MAX, HOLDERS_MAX, SLOTS_MAX, Renewal
 from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
-from kvstore.nodes import Node
+from kvstore.nodes import Node, NodeState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.cluster.directory import NodeProfile
+    from kvstore.nodes import NodeReport
 
 ENTRIES_MAX = 1 << 20
 
@@ -26,6 +27,7 @@ class _Lease:
     node: Node
     identity: bytes
     until: float
+    renewed_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class SharedDirectory:
     lock: threading.Lock = field(default_factory=threading.Lock)
     leases: dict[int, _Lease] = field(default_factory=dict)  # by slot
     free_from: dict[int, float] = field(default_factory=dict)  # by slot, of those that were given back
+    departed: dict[int, Node] = field(default_factory=dict)  # by slot, those that ended and were not given again
     entries: OrderedDict[bytes, dict[int, float]] = field(default_factory=OrderedDict)  # slots, and until when, by key
+    deletions: dict[bytes, int] = field(default_factory=dict)  # epochs by namespace
     claims: dict[bytes, _Held] = field(default_factory=dict)
 
     def living(self) -> dict[int, Node]:
@@ -58,11 +62,15 @@ class SharedDirectory:
         now = self.clock.monotonic()
         for slot in [slot for slot, lease in self.leases.items() if lease.until <= now]:
             self.end(slot)
-        return {slot: lease.node for slot, lease in sorted(self.leases.items())}
+        return {
+            slot: replace(lease.node, age_seconds=now - lease.renewed_at) for slot, lease in sorted(self.leases.items())
+        }
 
     def end(self, slot: int) -> None:
         """End a lease; `lock` must be held."""
-        if self.leases.pop(slot, None) is not None:
+        lease = self.leases.pop(slot, None)
+        if lease is not None:
+            self.departed[slot] = gone_node(lease.node.name, slot)
             self.free_from[slot] = self.clock.monotonic() + self.entry_seconds
 
     def take_slot(self) -> int:
@@ -71,6 +79,7 @@ class SharedDirectory:
         for slot in range(SLOTS_MAX):
             if slot not in self.leases and self.free_from.get(slot, now) <= now:
                 self.free_from.pop(slot, None)
+                self.departed.pop(slot, None)
                 return slot
         raise DirectoryUnavailableError(f"all {SLOTS_MAX} slots of the directory are in use; try again in an hour")
 
@@ -96,20 +105,21 @@ class MemoryDirectory:
             self._node = self._take(profile, secrets.randbits(63))
             return self._node
 
-    def renew(self, queue: int) -> Renewal:
+    def renew(self, report: NodeReport) -> Renewal:
         """Renew the lease; see Membership."""
         shared = self._shared
         with shared.lock:
-            node = replace(self._joined(), queue=queue)
+            node = reported(self._joined(), report)
             living = shared.living()
             lost: frozenset[int] = frozenset()
             if living.get(node.slot, node).incarnation != node.incarnation or node.slot not in living:
                 if any(other.name == node.name for other in living.values()):
                     raise name_taken(node.name)
                 assert self._profile is not None, "who has a node has a profile"
-                node = replace(self._take(self._profile, node.incarnation), queue=queue)
+                node = reported(self._take(self._profile, node.incarnation), report)
                 lost = ALL_GROUPS
             shared.leases[node.slot].node = node
+            shared.leases[node.slot].renewed_at = shared.clock.monotonic()
             shared.leases[node.slot].until = shared.clock.monotonic() + shared.lease_seconds
             self._node = node
             return Renewal(node, lost)
@@ -149,6 +159,15 @@ class MemoryDirectory:
             if node is not None and lease is not None and lease.node.incarnation == node.incarnation:
                 self._shared.end(node.slot)
 
+    def bury(self, epochs: Mapping[bytes, int]) -> Mapping[bytes, int]:
+        """Tell of deleted namespaces; see Membership."""
+        shared = self._shared
+        with shared.lock:
+            told = {ns_id: max(epoch, shared.deletions.get(ns_id, 0)) for ns_id, epoch in epochs.items()}
+            latest = sorted({**shared.deletions, **told}.items(), key=lambda entry: -entry[1])[:DELETIONS_MAX]
+            shared.deletions = dict(latest)
+            return shared.deletions
+
     def close(self) -> None:
         """Nothing to let go of."""
 
@@ -156,6 +175,12 @@ class MemoryDirectory:
         """The living nodes; see Directory."""
         with self._shared.lock:
             return tuple(self._shared.living().values())
+
+    def departed(self) -> Sequence[Node]:
+        """Nodes that are gone; see Directory."""
+        with self._shared.lock:
+            names = {node.name for node in self._shared.living().values()}
+            return tuple(node for _, node in sorted(self._shared.departed.items()) if node.name not in names)
 
     def holders(self, keys: Sequence[bytes]) -> Sequence[frozenset[int]]:
         """Who holds boundaries; see Directory."""
@@ -211,7 +236,8 @@ class MemoryDirectory:
             profile.disk_bytes,
             queue=0,
         )
-        shared.leases[node.slot] = _Lease(node, profile.identity, shared.clock.monotonic() + shared.lease_seconds)
+        now = shared.clock.monotonic()
+        shared.leases[node.slot] = _Lease(node, profile.identity, now + shared.lease_seconds, now)
         return node
 
 
@@ -239,6 +265,25 @@ class MemoryClaim:
             held = self._shared.claims.get(self._key)
             if held is not None and held.token is self._held.token:
                 del self._shared.claims[self._key]
+
+
+def reported(node: Node, report: NodeReport) -> Node:
+    """A node as it says it is now."""
+    return replace(
+        node,
+        queue=report.queue,
+        state=report.state,
+        version=report.version,
+        host_used_bytes=report.host_used_bytes,
+        disk_used_bytes=report.disk_used_bytes,
+        leases=report.leases,
+        deletions=report.deletions,
+    )
+
+
+def gone_node(name: str, slot: int) -> Node:
+    """What is left of a node whose lease is over."""
+    return Node(name, slot, 0, (), 0, 0, 0, state=NodeState.GONE)
 
 
 def name_taken(name: str) -> NodeNameTakenError:

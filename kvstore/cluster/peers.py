@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import Prefetch
     from kvstore.clock import Clock
+    from kvstore.cluster.deletions import Deletions
     from kvstore.cluster.directory import Directory
     from kvstore.cluster.fetch import Fetched, Wish
     from kvstore.cluster.peer_settings import PeerCredentials, PeerSettings
@@ -87,7 +88,9 @@ class ClusterPeers:
         settings: PeerSettings,
         credentials: PeerCredentials,
         clock: Clock,
+        deletions: Deletions | None = None,
     ) -> None:
+        """`deletions` are those of namespaces that this node knows of; None: none."""
         self._store = store
         self._settings = settings
         self._clock = clock
@@ -101,7 +104,7 @@ class ClusterPeers:
         )
         self._jobs = BringJobs(self._movers, waiting_max=settings.waiting_max)
         paths = PeerPaths(settings.path, clock)
-        fetcher = Fetcher(store, self._links, paths, settings, clock)
+        fetcher = Fetcher(store, self._links, paths, settings, clock, deletions=deletions)
         self._bringing = Bringing(
             Surroundings(
                 node_name=node_name,
@@ -116,11 +119,20 @@ class ClusterPeers:
             self._counters,
         )
         self._fits = PrefillFits(settings.prefill)
+        self._is_draining = threading.Event()
+
+    def drain(self) -> None:
+        """Bring nothing more from others, until `undrain`. What is under way comes to its end. Idempotent."""
+        self._is_draining.set()
+
+    def undrain(self) -> None:
+        """Bring what is missing again. Idempotent."""
+        self._is_draining.clear()
 
     def prefetch(self, namespace: Namespace, root: Root, prompt: TokenArray, local: Prefetch) -> Prefetch:
         """Begin to bring what is missing here of a prompt; see kvstore.store.peers.Peers."""
         wanted = WantedPrompt(namespace, root, prompt)
-        key = self._bringing.first_key(wanted)
+        key = None if self._is_draining.is_set() else self._bringing.first_key(wanted)
         if key is None:
             return local
         prefill = self._fits.of(self._store.namespace_id(namespace)).model
@@ -229,7 +241,9 @@ class PrefillFits:
             return fit
 
 
-def open_peers(config: ClusterConfig, store: Store, directory: Directory, node_name: str) -> ClusterPeers | None:
+def open_peers(
+    config: ClusterConfig, store: Store, directory: Directory, node_name: str, deletions: Deletions
+) -> ClusterPeers | None:
     """The peers of a node, as the settings say; None where it is alone. Raises ConfigError."""
     if not config.directory:
         return None
@@ -240,4 +254,5 @@ def open_peers(config: ClusterConfig, store: Store, directory: Directory, node_n
         settings=peer_settings(config, announce_tokens=config.announce_tokens),
         credentials=peer_credentials(config),
         clock=SystemClock(),
+        deletions=deletions,
     )

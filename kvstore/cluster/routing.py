@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.nodes import NodeState
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -58,12 +59,13 @@ def choose_node(
     `matches` is the answer of `Locate`, one entry for each node that may be chosen, and `waiting_tokens` what each of
     them has yet to compute, by name, as the router knows it; 0 where it does not. Among equals `affinity_key`, such as
     the first block key or the id of a conversation, decides by rendezvous hashing, so that the same prompt goes to the
-    same node before anybody holds it. O(nodes).
+    same node before anybody holds it. Nodes that drain are chosen where there are no others. O(nodes).
     """
     if prompt_tokens < 0 or any(tokens < 0 for tokens in waiting_tokens.values()):
         raise InvalidArgumentError(f"prompt_tokens is {prompt_tokens}, and no count of tokens may be below 0")
     if not matches:
         return None
+    matches = [match for match in matches if match.node.state is NodeState.READY] or matches
     loads = {match.node.name: waiting_tokens.get(match.node.name, 0) for match in matches}
     costs = {match.node.name: _computed_tokens(match, prompt_tokens, policy) for match in matches}
     limit = policy.load_ratio_max * (sum(loads.values()) + min(costs.values())) / len(matches)

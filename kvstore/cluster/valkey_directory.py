@@ -11,24 +11,28 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.cluster import valkey_scripts as scripts
-from kvstore.cluster.directory import ALL_GROUPS, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
-from kvstore.cluster.memory_directory import name_taken
+from kvstore.cluster.directory import ALL_GROUPS, DELETIONS_MAX, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
+from kvstore.cluster.memory_directory import gone_node, name_taken, reported
 from kvstore.cluster.valkey_lease import incarnation_text, lease_text, read_lease
 from kvstore.cluster.valkey_link import script_command
 from kvstore.errors import DirectoryUnavailableError
+from kvstore.hashing import KEY_BYTES
 from kvstore.nodes import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.cluster.directory import NodeProfile
     from kvstore.cluster.valkey_link import Command, ValkeyLink
+    from kvstore.nodes import NodeReport
 
 logger = logging.getLogger(__name__)
 _SCRIPT_KEYS_MAX = 64  # boundaries in one script: at most some milliseconds of the server, sweeping included
 _SCRIPTS_MAX = 16  # that are sent together
 _FIELD = slice(2, 10)
+_DELETIONS_MS = 30 * 24 * 3600 * 1000
+_EPOCH_END = 1 << 53  # what Lua's numbers are exact to
 _TURNS = 3  # renewals in which all groups are looked at once
 
 
@@ -95,9 +99,9 @@ class ValkeyDirectory:
         self._look()
         return self._node
 
-    def renew(self, queue: int) -> Renewal:
+    def renew(self, report: NodeReport) -> Renewal:
         """Renew the lease; see Membership."""
-        node = replace(self._joined(), queue=queue)
+        node = reported(self._joined(), report)
         renewed = script_command(
             scripts.RENEW,
             [*self._node_keys(), self._lease_key(node.slot)],
@@ -141,13 +145,37 @@ class ValkeyDirectory:
                 )
             )
 
+    def bury(self, epochs: Mapping[bytes, int]) -> Mapping[bytes, int]:
+        """Tell of deleted namespaces; see Membership."""
+        key = f"{{{self._name}:nodes}}:deletions"
+        pairs = [word for entry in epochs.items() for word in entry]
+        told = iter(self._link.run(script_command(scripts.BURY, [key], DELETIONS_MAX, _DELETIONS_MS, *pairs)))
+        # What none of our nodes wrote is passed over.
+        return {
+            ns_id: int(epoch)
+            for ns_id, epoch in zip(told, told, strict=True)
+            if len(ns_id) == KEY_BYTES and epoch.isdigit() and int(epoch) < _EPOCH_END
+        }
+
     def close(self) -> None:
         """Close connections; see Membership."""
         self._link.close()
 
     def nodes(self) -> Sequence[Node]:
         """The living nodes; see Directory."""
-        return tuple(node for _, node in sorted(self._living().items()))
+        living = self._living()
+        with self._lock:
+            known_at = self._known_at
+        older = 0.0 if known_at is None else self._clock.monotonic() - known_at
+        return tuple(replace(node, age_seconds=node.age_seconds + older) for _, node in sorted(living.items()))
+
+    def departed(self) -> Sequence[Node]:
+        """Nodes that are gone; see Directory. Asks the directory each time: it is for people."""
+        living = self._look()
+        told = self._link.run(("HGETALL", self._node_keys()[1]))
+        named = [(_text(slot), name.decode("utf-8", "replace")) for name, slot in told.items()]
+        slots = sorted((int(slot), name) for slot, name in named if slot.isdecimal() and int(slot) < SLOTS_MAX)
+        return tuple(gone_node(name, slot) for slot, name in slots if slot not in living)
 
     def holders(self, keys: Sequence[bytes]) -> Sequence[frozenset[int]]:
         """Who holds boundaries; see Directory."""
@@ -256,7 +284,7 @@ class ValkeyDirectory:
         asked_at = self._clock.monotonic()
         command = script_command(scripts.LOOK, self._node_keys()[:1], self._lease_key(""), self._times.reissue_ms)
         found = iter(self._link.run(command))
-        leases = [read_lease(slot, text) for slot, text in zip(found, found, strict=True)]
+        leases = [read_lease(slot, text, left_ms) for slot, text, left_ms in zip(found, found, found, strict=True)]
         known = {node.slot: node for node in leases if node is not None}
         if len(known) < len(leases):
             self._warn_of(len(leases) - len(known))
@@ -275,7 +303,7 @@ class ValkeyDirectory:
 
     def _lease_text(self, node: Node) -> str:
         assert self._profile is not None, "who has a node has a profile"
-        return lease_text(node, self._profile.identity)
+        return lease_text(node, self._profile.identity, self._times.lease_ms)
 
     def _warn_of(self, foreign: int) -> None:
         """Say once that there is what no node of this cluster wrote."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 
 from kvstore.cluster.directory import SLOTS_MAX
-from kvstore.nodes import Node
+from kvstore.nodes import Node, NodeState
 
 _LEASE_BYTES_MAX = 1 << 16
 _BYTES_MAX = 2**63 - 1
 _QUEUE_MAX = 2**31 - 1
 _INCARNATION_MAX = 2**64 - 1
+_STATES = {state.value: state for state in (NodeState.READY, NodeState.DRAINING)}
 
 
-def lease_text(node: Node, identity: bytes) -> str:
-    """What a node says of itself."""
+def lease_text(node: Node, identity: bytes, lease_ms: int) -> str:
+    """What a node says of itself. Nodes of an older release pass over what they do not know."""
     return json.dumps(
         {
             "name": node.name,
@@ -24,12 +25,22 @@ def lease_text(node: Node, identity: bytes) -> str:
             "host_bytes": node.host_bytes,
             "disk_bytes": node.disk_bytes,
             "queue": node.queue,
+            "state": node.state.value,
+            "version": node.version,
+            "host_used_bytes": node.host_used_bytes,
+            "disk_used_bytes": node.disk_used_bytes,
+            "leases": node.leases,
+            "deletions": node.deletions,
+            "lease_ms": lease_ms,
         }
     )
 
 
-def read_lease(slot: bytes, text: bytes) -> Node | None:
-    """The node of a lease; None for what no node of ours wrote, which says nothing of the other leases."""
+def read_lease(slot: bytes, text: bytes, left_ms: int) -> Node | None:
+    """The node of a lease that has so long left; None for what no node of ours wrote, which says nothing of others.
+
+    What a node of an older release does not say of itself is taken as 0, and its state as ready.
+    """
     if len(text) > _LEASE_BYTES_MAX or not slot.isdigit() or len(slot) > len(str(SLOTS_MAX)):
         return None
     try:
@@ -45,6 +56,13 @@ def read_lease(slot: bytes, text: bytes) -> Node | None:
             _number(told["host_bytes"], _BYTES_MAX),
             _number(told["disk_bytes"], _BYTES_MAX),
             _number(told["queue"], _QUEUE_MAX),
+            _STATES.get(_text(told.get("state", "")), NodeState.READY),
+            _name(told.get("version", "")),
+            _number(told.get("host_used_bytes", 0), _BYTES_MAX),
+            _number(told.get("disk_used_bytes", 0), _BYTES_MAX),
+            _number(told.get("leases", 0), _QUEUE_MAX),
+            _number(told.get("deletions", 0), _BYTES_MAX),
+            max(0, _number(told.get("lease_ms", 0), _QUEUE_MAX) - left_ms) / 1000,
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -6,6 +6,7 @@ All names begin with the name of the cluster, here `kvstore`. Times are those of
     {kvstore:nodes}:ends         sorted set: each slot ever given, by when it may be given again, in ms
     {kvstore:nodes}:names        hash: the slot of each name
     {kvstore:nodes}:owners       hash: `incarnation name` by slot
+    {kvstore:nodes}:deletions    hash: the epoch in which each namespace was deleted, by ns_id, a month after the last
     {kvstore:GROUP}:BUCKET       hash: the holders of some boundaries. Field: bytes 2 to 10 of the key. Value: three
                                  bytes for each holder, its slot and the number of the period in which it said so
     {kvstore:GROUP}:marks        hash: by slot, how often that node has written to this group
@@ -119,7 +120,8 @@ return 1
 """
 )
 
-# KEYS: ends. ARGV: prefix of leases, reissue ms. Answers slots and leases of the living in turn.
+# KEYS: ends. ARGV: prefix of leases, reissue ms. Answers slots of the living, their leases, and the ms that these have
+# left, in turn.
 LOOK = (
     _NOW
     + """
@@ -132,6 +134,7 @@ for first = 1, #slots, 1000 do
     if lease then
       found[#found + 1] = slots[first + at - 1]
       found[#found + 1] = lease
+      found[#found + 1] = redis.call('PTTL', keys[at])
     end
   end
 end
@@ -213,6 +216,28 @@ if mark == ARGV[3] then return 1 else return 0 end
 """
 )
 
+# KEYS: deletions. ARGV: how many are kept, ms that they are, then namespaces and epochs in turn. Answers all in turn.
+BURY = """
+local key, most = KEYS[1], tonumber(ARGV[1])
+if redis.call('TYPE', key).ok ~= 'hash' then redis.call('DEL', key) end
+for at = 3, #ARGV, 2 do
+  local before = tonumber(redis.call('HGET', key, ARGV[at]) or 0) or 0
+  if before < tonumber(ARGV[at + 1]) then redis.call('HSET', key, ARGV[at], ARGV[at + 1]) end
+end
+local all = redis.call('HGETALL', key)
+if #all > 2 * most then
+  local epochs = {}
+  for at = 2, #all, 2 do epochs[#epochs + 1] = tonumber(all[at]) or 0 end
+  table.sort(epochs, function(one, other) return one > other end)
+  for at = 1, #all, 2 do
+    if (tonumber(all[at + 1]) or 0) < epochs[most] then redis.call('HDEL', key, all[at]) end
+  end
+  all = redis.call('HGETALL', key)
+end
+redis.call('PEXPIRE', key, ARGV[2])
+return all
+"""
+
 # KEYS: claim. ARGV: `incarnation token`, ms, the value of a claim whose owner is dead or ''. Answers '' where it was
 # taken, and what stands otherwise.
 CLAIM = """
@@ -234,4 +259,4 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])
 """
 
-ALL = (JOIN, RENEW, LEAVE, LOOK, TELL, CLAIM, RENEW_CLAIM, RELEASE_CLAIM)
+ALL = (JOIN, RENEW, LEAVE, LOOK, TELL, CLAIM, RENEW_CLAIM, RELEASE_CLAIM, BURY)

@@ -11,7 +11,7 @@ from weakref import WeakSet
 from kvstore.api import SCRUB_BYTES
 from kvstore.errors import ClosedError, InvalidArgumentError, NoSpaceError, StorageError
 from kvstore.state_blobs import require_path, require_state_bytes
-from kvstore.stats import StoreStats
+from kvstore.stats import NamespaceStats, StoreStats
 from kvstore.store.accounting import by_tier, tier_stats
 from kvstore.store.boundaries import boundaries
 from kvstore.store.evictions import WriterEviction, evict_prefix
@@ -20,6 +20,7 @@ from kvstore.store.index import Index
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
 from kvstore.store.movers import Movers
+from kvstore.store.namespaces import clear_space, delete_namespace, namespace_stats
 from kvstore.store.placement import DiskAdmission, StoreRequest, admit_host, leading
 from kvstore.store.prefetch import Prefetcher, WriteThrough
 from kvstore.store.refusal import RefusedStage
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from kvstore.events import EventPage
     from kvstore.state_blobs import BlobLease, BlobStage
     from kvstore.store.hot_prefixes import HotPrefix
+    from kvstore.store.namespaces import Cleared
     from kvstore.store.peers import Peers
     from kvstore.store.settings import StoreSettings
     from kvstore.store.space import Space
@@ -328,24 +330,17 @@ class Store:
     def clear(self, namespace: Namespace) -> int:
         """Drop a namespace; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
         self._check_open()
-        space = self._index.space(namespace)
-        with self._room.lock:
-            if self._disk is not None:
-                # The dense blocks last: without them no restart finds a place for sparse parts.
-                for pool_id in reversed(space.pool_ids):
-                    self._disk.clear(pool_id)
-            with space.removing:
-                with self._index.lock:
-                    blocks = space.block_count
-                    cleared = [space.clear()]
-                    self._index.accounting.evicted_blocks["clear"] += blocks
-                    pin_ids = self._pins.ids_of(space)
-                cleared[0].settle_host()
-                cleared += self._index.reap_all(space)
-            for freed in cleared:
-                freed.settle_disk()
-        self._end_pins(pin_ids)
-        return blocks
+        return self._end_cleared(clear_space(self._index, self._room, self._index.space(namespace)))
+
+    def delete_namespace(self, ns_id: bytes) -> int:
+        """Drop all of a namespace, opened or not, for good: see namespaces.py. Raises StorageError if it cannot be."""
+        self._check_open()
+        return self._end_cleared(delete_namespace(self._index, self._room, ns_id))
+
+    def namespaces(self) -> list[NamespaceStats]:
+        """The namespaces that are here, by id."""
+        self._check_open()
+        return namespace_stats(self._index)
 
     def stats(self) -> StoreStats:
         """Occupancy and counters since the start."""
@@ -484,6 +479,10 @@ class Store:
         prompt = as_prompt(namespace, tokens)
         space = self._index.space(namespace)
         return space, space.root_key(root), prompt
+
+    def _end_cleared(self, cleared: Cleared) -> int:
+        self._end_pins(cleared.pin_ids)
+        return cleared.blocks
 
     def _is_spent(self, space: Space, root_key: bytes, prompt: TokenArray) -> bool:
         """Whether the budget has nothing for a prompt that continues nothing; counts it, if so.

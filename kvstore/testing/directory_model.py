@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.cluster.directory import Claim, Membership, NodeProfile
 from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
+from kvstore.nodes import NodeReport
 from kvstore.testing.manual_clock import ManualClock
 
 NAMES = ("a", "b", "c")
@@ -119,7 +120,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         living = self.living()
         rivals = [other for other in living if other.name == member.name and other is not member]
         if member.is_in:
-            renewal = member.directory.renew(queue)
+            renewal = member.directory.renew(NodeReport(queue))
             assert (member.slot, member.incarnation, queue) == (
                 renewal.node.slot,
                 renewal.node.incarnation,
@@ -128,14 +129,14 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert not renewal.lost
         elif rivals or not member.until:
             try:
-                member.directory.renew(queue)
+                member.directory.renew(NodeReport(queue))
             except (NodeNameTakenError, DirectoryUnavailableError):
                 return
             raise AssertionError("a node renewed what it does not have")
         elif member.is_superseded:  # a process that its own next start has outlived is no more: nothing is promised
             return
         else:
-            renewal = member.directory.renew(queue)
+            renewal = member.directory.renew(NodeReport(queue))
             assert member.incarnation == renewal.node.incarnation
             assert len(renewal.lost) == 64
             self.check_slot(renewal.node.slot)

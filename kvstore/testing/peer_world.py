@@ -24,6 +24,7 @@ from kvstore.cluster.peer_claims import HeldClaims
 from kvstore.cluster.peers import PeerCounters
 from kvstore.cluster.plan import Path
 from kvstore.errors import DirectoryUnavailableError
+from kvstore.nodes import NodeReport
 from kvstore.testing.manual_clock import ManualClock
 from kvstore.types import PLAIN_ROOT, KvLayout, Namespace
 
@@ -255,7 +256,7 @@ class SimulatedNode:
             if not self.is_up or membership is not self.membership:
                 return
             if self.sees_directory:
-                membership.renew(0)
+                membership.renew(NodeReport())
             self.world.after(_RENEW_SECONDS, renew)
 
         return renew
@@ -284,6 +285,9 @@ class _Seen:
 
     def nodes(self) -> Sequence[Node]:
         return self._membership().nodes()
+
+    def departed(self) -> Sequence[Node]:
+        return self._membership().departed()
 
     def holders(self, keys: Sequence[bytes]) -> Sequence[frozenset[int]]:
         return self._membership().holders(keys)

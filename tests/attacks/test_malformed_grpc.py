@@ -49,6 +49,10 @@ NEEDS_NO_SESSION = (
     "Scrub",
     "EvictWriter",
     "ListNodes",
+    "Drain",
+    "Undrain",
+    "ListNamespaces",
+    "DeleteNamespace",
 )
 METHODS = [method for service in SERVICES for method in service.methods]
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.cluster.directory import NodeProfile
-from kvstore.transport import convert
+from kvstore.nodes import NodeReport
+from kvstore.transport import convert_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,7 @@ def join(own_valkey: ValkeyServer, open_directory: Callable[..., ValkeyDirectory
 
 
 def names(directory: ValkeyDirectory) -> list[str]:
-    return [convert.node_to_proto(node).name for node in directory.nodes()]
+    return [convert_nodes.node_to_proto(node).name for node in directory.nodes()]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_strange_lease_hides_no_other_node(
     own_valkey.ask("ZADD", "{c:nodes}:ends", FAR, "7")
     other = join("other")
     assert ["one", "other"] == names(other)
-    assert "other" == other.renew(0).node.name
+    assert "other" == other.renew(NodeReport()).node.name
 
 
 def test_a_slot_that_is_no_number_hides_no_node(
@@ -85,7 +86,7 @@ def test_who_lost_its_lease_to_garbage_takes_it_again(
     one = join("one")
     own_valkey.ask("DEL", f"{LEASE}0")
     own_valkey.ask(words[0], f"{LEASE}0", words[1])
-    one.renew(0)
+    one.renew(NodeReport())
     assert ["one"] == names(one)
     own_valkey.ask("DEL", f"{LEASE}0")
     own_valkey.ask(words[0], f"{LEASE}0", words[1])

@@ -250,6 +250,10 @@ CALLS: dict[str, Callable[[Held], Awaitable[object]]] = {
     "KvStore.flush": lambda held: held.client.flush(),
     "KvStore.status": lambda held: held.client.status(),
     "KvStore.nodes": lambda held: held.client.nodes(),
+    "KvStore.drain": lambda held: held.client.drain(None),
+    "KvStore.undrain": lambda held: held.client.undrain(),
+    "KvStore.namespaces": lambda held: held.client.namespaces(),
+    "KvStore.delete_namespace": lambda held: held.client.delete_namespace(bytes(16)),
     "KvStore.locate": lambda held: held.client.locate(NAMESPACE, PROMPT),
     "KvStore.within": lambda held: held.client.within(DEADLINE_SECONDS).match(NAMESPACE, np.arange(2**20)),
     "KvStore.close": lambda held: held.client.close(),
@@ -286,7 +290,8 @@ def test_the_awaitable_methods_are_those_of_the_api_and_each_is_among_the_calls_
     api = set().union(*(public(kind, name) for name, kind in theirs.items()))
     own = set().union(*(public(kind, name) for name, kind in mine.items()))
     assert own - {"Lease.open", "Stage.open"} - NOT_AWAITED == set(CALLS)
-    own_calls = {f"KvStore.{name}" for name in ("status", "within", "nodes", "locate")}
+    own_names = ("status", "within", "nodes", "locate", "drain", "undrain", "namespaces", "delete_namespace")
+    own_calls = {f"KvStore.{name}" for name in own_names}
     assert set(CALLS) - own_calls - SHOWS_NOTHING == api - NOT_AWAITED
     for name in api - {"KvStore.close"}:
         kind, method = name.split(".")

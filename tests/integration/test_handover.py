@@ -11,6 +11,7 @@ from kvstore.clock import SystemClock
 from kvstore.cluster.handover import HandOver, HandOverSettings
 from kvstore.cluster.memory_directory import MemoryDirectory, SharedDirectory
 from kvstore.errors import DirectoryUnavailableError
+from kvstore.nodes import NodeReport, NodeState
 from kvstore.testing.blocks import verified_blocks
 from kvstore.testing.peering import PeerNode
 from kvstore.types import KvLayout, Namespace, Root
@@ -101,10 +102,44 @@ def test_a_directory_that_is_down_holds_up_nobody(start_node: Callable[..., Peer
     assert (0, 1) == (done.prefixes, done.failures)
 
 
-def test_who_is_alone_leaves_at_once_and_says_meanwhile_that_it_leaves(start_node: Callable[..., PeerNode]) -> None:
+def test_who_is_alone_leaves_at_once(start_node: Callable[..., PeerNode]) -> None:
     leaving = start_node("a")
     leaving.store_and_announce(NAMESPACE, PROMPTS[0])
     handing = hand_over(leaving)
-    assert handing.unready is None
+    assert not handing.progress.is_done
     assert 0 == handing.run("a").prefixes
-    assert "handing over" == handing.unready
+    assert handing.progress.is_done
+
+
+def test_nodes_that_drain_are_asked_for_nothing_and_chosen_ones_alone_where_some_are_named(
+    start_node: Callable[..., PeerNode],
+) -> None:
+    leaving, draining, chosen, other = [start_node(name) for name in ("a", "b", "c", "d")]
+    draining.membership.renew(NodeReport(state=NodeState.DRAINING))
+    for prompt in PROMPTS[:4]:
+        leaving.store_and_announce(NAMESPACE, prompt)
+    settings = HandOverSettings(30.0, 1 << 30, leaving.peer_settings.announce_tokens, frozenset({"b", "c"}))
+    done = HandOver(leaving.store, leaving.membership, leaving.peers, settings, SystemClock()).run("a")
+    assert (4, 4 * PROMPT_BYTES) == (done.taken, done.taken_bytes)
+    held = [[node.held(NAMESPACE, prompt) for prompt in PROMPTS[:4]] for node in (draining, chosen, other)]
+    assert [[0] * 4, [BLOCKS] * 4, [0] * 4] == held
+
+
+def test_the_least_busy_takes_more(start_node: Callable[..., PeerNode]) -> None:
+    leaving, busy, idle = [start_node(name) for name in ("a", "b", "c")]
+    busy.membership.renew(NodeReport(queue=100))
+    for prompt in PROMPTS:
+        leaving.store_and_announce(NAMESPACE, prompt)
+    taken = hand_over(leaving).run("a").taken
+    assert taken > 1
+    assert taken == [idle.held(NAMESPACE, prompt) for prompt in PROMPTS].count(BLOCKS)
+    assert [0] * len(PROMPTS) == [busy.held(NAMESPACE, prompt) for prompt in PROMPTS]
+
+
+def test_one_that_is_stopped_begins_nothing_more(start_node: Callable[..., PeerNode]) -> None:
+    leaving, staying = start_node("a"), start_node("b")
+    leaving.store_and_announce(NAMESPACE, PROMPTS[0])
+    handing = hand_over(leaving)
+    handing.stop()
+    assert 0 == handing.run("a").taken
+    assert 0 == staying.peers.stats().bytes

@@ -2,11 +2,23 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from kvstore.v1 import block_pb2 as _block_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
+    NODE_STATE_READY: _ClassVar[NodeState]
+    NODE_STATE_DRAINING: _ClassVar[NodeState]
+    NODE_STATE_GONE: _ClassVar[NodeState]
+NODE_STATE_UNSPECIFIED: NodeState
+NODE_STATE_READY: NodeState
+NODE_STATE_DRAINING: NodeState
+NODE_STATE_GONE: NodeState
 
 class PinRequest(_message.Message):
     __slots__ = ("session_id", "prompt", "ttl")
@@ -165,7 +177,7 @@ class ListNodesResponse(_message.Message):
     def __init__(self, node_name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "slot", "incarnation", "addresses", "host_bytes", "disk_bytes", "queue")
+    __slots__ = ("name", "slot", "incarnation", "addresses", "host_bytes", "disk_bytes", "queue", "state", "version", "host_used_bytes", "disk_used_bytes", "leases", "deletions", "age")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +185,13 @@ class Node(_message.Message):
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOST_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    DELETIONS_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
     name: str
     slot: int
     incarnation: int
@@ -180,7 +199,14 @@ class Node(_message.Message):
     host_bytes: int
     disk_bytes: int
     queue: int
-    def __init__(self, name: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., queue: _Optional[int] = ...) -> None: ...
+    state: NodeState
+    version: str
+    host_used_bytes: int
+    disk_used_bytes: int
+    leases: int
+    deletions: int
+    age: _duration_pb2.Duration
+    def __init__(self, name: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., queue: _Optional[int] = ..., state: _Optional[_Union[NodeState, str]] = ..., version: _Optional[str] = ..., host_used_bytes: _Optional[int] = ..., disk_used_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., deletions: _Optional[int] = ..., age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("session_id", "prompt")
@@ -207,3 +233,95 @@ class NodeMatch(_message.Message):
     host_tokens: int
     disk_tokens: int
     def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("order", "wait")
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    order: DrainOrder
+    wait: _duration_pb2.Duration
+    def __init__(self, order: _Optional[_Union[DrainOrder, _Mapping]] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainOrder(_message.Message):
+    __slots__ = ("limit", "limit_bytes", "targets")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    limit: _duration_pb2.Duration
+    limit_bytes: int
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, limit: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., limit_bytes: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("draining", "done", "held", "prefixes", "taken", "taken_bytes", "failures")
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    done: bool
+    held: int
+    prefixes: int
+    taken: int
+    taken_bytes: int
+    failures: int
+    def __init__(self, draining: bool = ..., done: bool = ..., held: _Optional[int] = ..., prefixes: _Optional[int] = ..., taken: _Optional[int] = ..., taken_bytes: _Optional[int] = ..., failures: _Optional[int] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ("drained",)
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    drained: bool
+    def __init__(self, drained: bool = ...) -> None: ...
+
+class ListNamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNamespacesResponse(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceUse]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUse, _Mapping]]] = ...) -> None: ...
+
+class NamespaceUse(_message.Message):
+    __slots__ = ("ns_id", "tenant", "model", "revision", "host_blocks", "disk_blocks", "block_bytes", "pins")
+    NS_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    ns_id: bytes
+    tenant: str
+    model: str
+    revision: str
+    host_blocks: int
+    disk_blocks: int
+    block_bytes: int
+    pins: int
+    def __init__(self, ns_id: _Optional[bytes] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., pins: _Optional[int] = ...) -> None: ...
+
+class DeleteNamespaceRequest(_message.Message):
+    __slots__ = ("ns_id",)
+    NS_ID_FIELD_NUMBER: _ClassVar[int]
+    ns_id: bytes
+    def __init__(self, ns_id: _Optional[bytes] = ...) -> None: ...
+
+class DeleteNamespaceResponse(_message.Message):
+    __slots__ = ("epoch", "blocks", "told")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    blocks: int
+    told: bool
+    def __init__(self, epoch: _Optional[int] = ..., blocks: _Optional[int] = ..., told: bool = ...) -> None: ...

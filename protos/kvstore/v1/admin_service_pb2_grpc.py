@@ -90,6 +90,26 @@ class AdminServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvstore.v1.AdminService/Drain',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/kvstore.v1.AdminService/Undrain',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.FromString,
+                _registered_method=True)
+        self.ListNamespaces = channel.unary_unary(
+                '/kvstore.v1.AdminService/ListNamespaces',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesResponse.FromString,
+                _registered_method=True)
+        self.DeleteNamespace = channel.unary_unary(
+                '/kvstore.v1.AdminService/DeleteNamespace',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -174,6 +194,36 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Has the node that is asked drain: it takes nothing from others any more, says so in the directory, and hands over
+        what is worth most. It serves on. Needs no session, and a caller who may name every tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Ends that. Needs the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNamespaces(self, request, context):
+        """Names the namespaces of the node that is asked: to a tenant its own. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteNamespace(self, request, context):
+        """Drops all of a namespace here for good, and has all nodes of the cluster do so, those that are away when they come
+        back. Leases that are open come to their end. A tenant names one of its own that was opened. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -231,6 +281,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DrainRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.SerializeToString,
+            ),
+            'ListNamespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNamespaces,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesResponse.SerializeToString,
+            ),
+            'DeleteNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteNamespace,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -531,6 +601,114 @@ class AdminService(object):
             '/kvstore.v1.AdminService/Locate',
             kvstore_dot_v1_dot_admin__service__pb2.LocateRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__service__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/Drain',
+            kvstore_dot_v1_dot_admin__service__pb2.DrainRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/Undrain',
+            kvstore_dot_v1_dot_admin__service__pb2.UndrainRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNamespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/ListNamespaces',
+            kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.ListNamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/DeleteNamespace',
+            kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -154,12 +154,14 @@ class LeaseRequest(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., prompt: _Optional[_Union[_block_pb2.Prompt, _Mapping]] = ..., blocks: _Optional[int] = ..., lease_id: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_block_pb2.Tier, str]]] = ...) -> None: ...
 
 class LeaseResponse(_message.Message):
-    __slots__ = ("blocks", "state")
+    __slots__ = ("blocks", "state", "deletions")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    DELETIONS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     state: LeasedState
-    def __init__(self, blocks: _Optional[int] = ..., state: _Optional[_Union[LeasedState, _Mapping]] = ...) -> None: ...
+    deletions: int
+    def __init__(self, blocks: _Optional[int] = ..., state: _Optional[_Union[LeasedState, _Mapping]] = ..., deletions: _Optional[int] = ...) -> None: ...
 
 class LeasedState(_message.Message):
     __slots__ = ("tokens", "state_tokens", "state_bytes")

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore.cluster.routing import RoutingPolicy, choose_node
 from kvstore.errors import InvalidArgumentError
-from kvstore.nodes import Node, NodeMatch
+from kvstore.nodes import Node, NodeMatch, NodeState
 from kvstore.types import Tier
 
 
@@ -81,3 +83,10 @@ def test_negative_counts_are_refused() -> None:
         choose_node(located(a=0), 1, {"a": -1})
     with pytest.raises(InvalidArgumentError, match="disk_worth"):
         RoutingPolicy(disk_worth=2.0)
+
+
+def test_a_node_that_drains_is_chosen_only_where_there_is_no_other():
+    full, empty = located(a=4096, b=0)
+    draining = replace(full, node=replace(full.node, state=NodeState.DRAINING))
+    chosen = [choose_node(matches, 4096, {}) for matches in ([draining, empty], [draining])]
+    assert ["b", "a"] == [None if match is None else match.node.name for match in chosen]

@@ -17,6 +17,7 @@ import pytest
 from kvstore.cli.parser import build_parser
 from kvstore.config import load_config
 from kvstore.connectors.vllm.settings import parse_settings
+from kvstore.quantities import parse_duration
 from kvstore.transport.address import TcpAddress, parse_address
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="of the development tools")
@@ -327,6 +328,16 @@ def test_containers_run_with_nothing_that_they_do_not_need():
 
 def test_a_pod_may_take_as_long_to_stop_as_its_calls_and_then_some():
     assert sidecar_pod()["terminationGracePeriodSeconds"] > 4 * settings().server.grace_seconds
+
+
+def test_a_pod_that_stops_drains_first_by_a_command_that_is_right_and_leaves_time_for_the_rest():
+    pod = sidecar_pod()
+    (container,) = pod["containers"]
+    program, *words = container["lifecycle"]["preStop"]["exec"]["command"]
+    arguments = build_parser().parse_args(words)
+    assert ("kvstore", "kvstore drain", None, False) == (program, arguments.title, arguments.node, arguments.undo)
+    left_seconds = pod["terminationGracePeriodSeconds"] - parse_duration(arguments.seconds)
+    assert left_seconds >= 120
 
 
 def test_vllm_reaches_the_sidecar_of_its_node_with_a_token_and_the_group_of_the_socket():
