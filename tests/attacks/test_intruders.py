@@ -8,7 +8,6 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
     from kvstore.transport.client import Client
 
 pytest.importorskip("cryptography", reason="needs the extra certs")
+from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 from kvstore.testing.securing import Keyring
 
 OURS = Namespace(model="model", revision="revision", layout=LAYOUT, tenant="ours")
 THEIRS = Namespace(model="model", revision="revision", layout=LAYOUT, tenant="theirs")
 OTHER_PROMPT = [token + 1 for token in PROMPT]
-ANSWER_SECONDS = 10.0
 LANES = {"wire": "", "grpc": "grpc+"}
 
 
@@ -93,12 +92,6 @@ def loaded_blocks(lease: kvstore.Lease) -> int:
     blocks = lease.load_into(rows).blocks
     assert np.array_equal(right[:blocks], rows[:blocks])
     return blocks
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + ANSWER_SECONDS
-    while not holds():
-        assert time.monotonic() < ends_at, "it never came to hold"
 
 
 @pytest.fixture(scope="module")

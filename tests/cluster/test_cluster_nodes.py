@@ -6,8 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,9 +14,10 @@ import pytest
 import kvstore
 from kvstore.cli import main
 from kvstore.testing.blocks import store_prompt, verified_blocks
+from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.testing.valkey_server import ValkeyServer
@@ -27,8 +26,6 @@ pytestmark = pytest.mark.kill
 LAYOUT = kvstore.KvLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
 NAMESPACE = kvstore.Namespace(model="m", revision="r", layout=LAYOUT, secret=b"shared by all nodes")
 PROMPT = list(range(46))
-SECONDS_MAX = 30.0
-_LOOK_SECONDS = 0.05
 
 
 @contextmanager
@@ -58,15 +55,6 @@ def serving(tmp_path: Path, name: str, url: str, *flags: str) -> Iterator[tuple[
         process.stdout.close()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Ask again and again, as a user would, until it is so."""
-    end = time.monotonic() + SECONDS_MAX
-    pause = threading.Event()
-    while not holds():
-        assert time.monotonic() < end, "it does not come about"
-        pause.wait(_LOOK_SECONDS)
-
-
 def names(client: kvstore.Client) -> list[str]:
     return sorted(node.name for node in client.nodes()[1])
 
@@ -85,13 +73,13 @@ def test_nodes_find_each_other_and_say_where_a_prompt_lies(
         kvstore.connect(a) as at_a,
         kvstore.connect(b) as at_b,
     ):
-        until(lambda: ["a", "b"] == names(at_a) == names(at_b))
+        wait_until(lambda: ["a", "b"] == names(at_a) == names(at_b))
         store_prompt(at_a, NAMESPACE, PROMPT)
-        until(lambda: {"a": 32, "b": 0} == tokens_by_node(at_b))
+        wait_until(lambda: {"a": 32, "b": 0} == tokens_by_node(at_b))
         assert {"a": 44, "b": 0} == tokens_by_node(at_a)
         assert "b" == at_b.stats().node
         own_valkey.ask("FLUSHALL")
-        until(lambda: {"a": 32, "b": 0} == tokens_by_node(at_b))
+        wait_until(lambda: {"a": 32, "b": 0} == tokens_by_node(at_b))
         capsys.readouterr()
         assert 0 == main(["nodes", "--address", b, "--json"])
         told = json.loads(capsys.readouterr().out)
@@ -101,13 +89,13 @@ def test_nodes_find_each_other_and_say_where_a_prompt_lies(
             next(node["addresses"] for node in told["nodes"] if node["name"] == "a"),
         )
         first.send_signal(signal.SIGKILL)
-        until(lambda: ["b"] == names(at_b))
+        wait_until(lambda: ["b"] == names(at_b))
         assert {"b": 0} == tokens_by_node(at_b)
         own_valkey.kill()
         store_prompt(at_b, NAMESPACE, PROMPT)
         assert 11 == at_b.match(NAMESPACE, PROMPT).blocks
         second.send_signal(signal.SIGTERM)
-        assert 0 == second.wait(SECONDS_MAX)
+        assert 0 == second.wait(ANSWER_SECONDS)
 
 
 def test_what_a_node_held_is_on_the_one_that_stays_after_an_orderly_stop(
@@ -121,11 +109,11 @@ def test_what_a_node_held_is_on_the_one_that_stays_after_an_orderly_stop(
         kvstore.connect(a) as at_a,
         kvstore.connect(b) as at_b,
     ):
-        until(lambda: ["a", "b"] == names(at_a) == names(at_b))
+        wait_until(lambda: ["a", "b"] == names(at_a) == names(at_b))
         store_prompt(at_a, NAMESPACE, prompt)
-        until(lambda: 800 == next(m.tokens for m in at_b.locate(NAMESPACE, prompt) if m.node.name == "a"))
+        wait_until(lambda: 800 == next(m.tokens for m in at_b.locate(NAMESPACE, prompt) if m.node.name == "a"))
         leaving.send_signal(signal.SIGTERM)
-        assert 0 == leaving.wait(SECONDS_MAX)
+        assert 0 == leaving.wait(ANSWER_SECONDS)
         assert 200 == verified_blocks(at_b, NAMESPACE, prompt)
 
 
@@ -134,7 +122,7 @@ def test_locate_prints_what_each_node_holds(tmp_path: Path, capsys: pytest.Captu
     secret = tmp_path / "alone" / "secret"
     with serving(tmp_path, "alone", "") as (_, address):
         with kvstore.connect(address) as client:
-            until(lambda: ["alone"] == names(client))
+            wait_until(lambda: ["alone"] == names(client))
             store_prompt(client, NAMESPACE, PROMPT)
         flags = ["--model", "m", "--revision", "r", "--layout", layout, "--secret-file", str(secret)]
         words = [str(token) for token in PROMPT]

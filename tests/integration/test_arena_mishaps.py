@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +15,14 @@ import kvstore
 from kvstore.errors import ClosedError, InvalidLayoutError, UnavailableError
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt
+from kvstore.testing.patience import wait_until
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.host import HostPool
 from kvstore.transport import arena
 from kvstore.types import KvLayout, Namespace, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from kvstore.tiers.host import ExtentPlace
@@ -34,7 +34,6 @@ OURS = Namespace(model="m", revision="r", tenant="ours", layout=LAYOUT)
 BLOCKS = 8
 PROMPT = list(range(BLOCKS * LAYOUT.block_tokens))
 HOST_BYTES = 16 * MIB
-ANSWER_SECONDS = 10.0
 
 
 @pytest.fixture
@@ -53,12 +52,6 @@ def served(store: Store, tmp_path: Path) -> Iterator[ServedStore]:
 def client(served: ServedStore) -> Iterator[kvstore.Client]:
     with kvstore.connect(served.addresses[0]) as client:
         yield client
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + ANSWER_SECONDS
-    while not holds():
-        assert time.monotonic() < ends_at, "it never came to hold"
 
 
 def load(lease: kvstore.Lease) -> np.ndarray:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from kvstore.cluster.peer_settings import PeerSettings
 from kvstore.errors import DirectoryUnavailableError
 from kvstore.store import StoreSettings
 from kvstore.testing.blocks import store_prompt, verified_blocks
+from kvstore.testing.patience import SLACK_SECONDS, Stopwatch
 from kvstore.testing.peering import PeerNode, boundary_keys
 from kvstore.testing.tcp_proxy import Fault, TcpProxy, flipped
 from kvstore.types import KvLayout, Namespace
@@ -36,8 +36,6 @@ CHUNK_BLOCKS = 32
 PROMPT = list(range(BLOCKS * LAYOUT.block_tokens))
 CHUNK_BYTES = CHUNK_BLOCKS * LAYOUT.block_bytes
 SETTINGS = PeerSettings(chunk_bytes=CHUNK_BYTES, answer_seconds_max=0.5, fetch_seconds_max=1.5)
-# The budget of the caller; the rest is for a machine whose cores are busy with something else.
-SLACK_SECONDS = 2.0
 HOLDER_PROGRAM = """
 import sys, kvstore
 from kvstore.testing.serving import ServedStore
@@ -99,10 +97,10 @@ def announce_stranger(cluster: Cluster, asker: PeerNode, address: str, name: str
 
 def bring(asker: PeerNode, prompt: Sequence[int] = PROMPT) -> int:
     """Ask for a prompt, and wait at most as long as the budget: blocks that came, each of which is asserted right."""
-    began = time.monotonic()
+    watch = Stopwatch()
     with asker.store.prefetch(NAMESPACE, prompt, wait_seconds=60.0):
         pass
-    assert time.monotonic() - began < SETTINGS.fetch_seconds_max + SETTINGS.answer_seconds_max + SLACK_SECONDS
+    assert watch.seconds < SETTINGS.fetch_seconds_max + SETTINGS.answer_seconds_max + SLACK_SECONDS
     assert () == asker.store.verify().problems
     assert 0 == asker.store.stats().stages
     return verified_blocks(asker.store, NAMESPACE, prompt)
