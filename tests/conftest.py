@@ -22,9 +22,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SUPPORT = REPOSITORY / "docs" / "support.json"
 SUPPORT_COLUMNS = {"layout", "feature", "model", "dtype"}
 _recorded: set[str] = set()
+PATIENT = Deadlines(lookup_seconds=60.0, control_seconds=60.0, bulk_seconds=60.0, long_seconds=120.0)
 
-# How long an example takes says how busy the machine is; a test as a whole has its timeout.
-hypothesis.settings.register_profile("kvstore", deadline=None)
+# How long an example takes, or to draw one, says how busy the machine is; a test as a whole has its timeout.
+TIMED = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("kvstore", deadline=None, suppress_health_check=TIMED)
 hypothesis.settings.load_profile("kvstore")
 
 
@@ -41,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a store answers does not depend on how busy the machine is; tests of deadlines name their own."""
-    monkeypatch.setattr(client, "DEFAULT_DEADLINES", Deadlines(lookup_seconds=10.0, bulk_seconds=30.0))
+    monkeypatch.setattr(client, "DEFAULT_DEADLINES", PATIENT)
 
 
 @pytest.fixture

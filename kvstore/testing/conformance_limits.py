@@ -101,7 +101,7 @@ class LimitConformance:
             pin = store.pin(BASE, PROMPT, ttl_seconds=3600)
             assert pin.blocks == BLOCKS
             assert pin.expires_unix_seconds is not None
-            for start in range(1000, 1000 + 40 * 500, 40):
+            for start in range(1000, 1000 + 40 * 300, 40):
                 store_prompt(store, BASE, list(range(start, start + 40)))
             assert store.match(BASE, PROMPT, touch=False).blocks == BLOCKS
             assert store.evict(BASE, PROMPT) == 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ANSWER_SECONDS = 120.0
+ANSWER_SECONDS = 240.0
 """After this time nobody waits any more: what has not come about by then never will, on any machine."""
 
 SLACK_SECONDS = 1.0

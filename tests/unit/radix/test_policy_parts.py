@@ -17,6 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.testing.patience import ANSWER_SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -54,7 +56,7 @@ class Parts:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        assert 0 == self._process.wait(30)
+        assert 0 == self._process.wait(ANSWER_SECONDS)
         self._process.stdout.close()
 
 
