@@ -67,10 +67,18 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., TestNode]]:
     """Makes nodes of one cluster. `data` names a folder, `identity` stands for it where there is none."""
     made: list[TestNode] = []
 
-    def make(url: str, name: str, *, data: str = "", identity: bytes = b"", events_bytes: int = 1 << 20) -> TestNode:
+    def make(
+        url: str,
+        name: str,
+        *,
+        data: str = "",
+        identity: bytes = b"",
+        events_bytes: int = 1 << 20,
+        timeout_seconds: float = 30.0,
+    ) -> TestNode:
         clock = ManualClock()
-        # Patient, since the machine may be busy; 1 s where the server is stopped, which is told by URL alone.
-        link = ValkeyLink(parse_valkey_address(url), LinkOptions(timeout_seconds=1.0, retry_seconds=0.0), SystemClock())
+        options = LinkOptions(timeout_seconds=timeout_seconds, retry_seconds=0.0)
+        link = ValkeyLink(parse_valkey_address(url), options, SystemClock())
         directory = ValkeyDirectory(link, "c", TIMES, clock)
         store = kvstore.open(
             tmp_path / data if data else None,
@@ -175,7 +183,7 @@ def test_a_directory_set_back_is_right_again_within_two_leases(
 
 
 def test_a_stopped_directory_holds_nobody_up_and_is_right_again(own_valkey: ValkeyServer, make_node) -> None:
-    one = make_node(own_valkey.url, "one")
+    one = make_node(own_valkey.url, "one", timeout_seconds=1.0)
     one.store_and_tell(prompt(1))
     own_valkey.pause()
     try:

@@ -38,7 +38,7 @@ SETTINGS = """
 secret_files = ["{folder}/secret"]
 [cluster]
 announce_after_seconds = 0
-lease_seconds = 4
+lease_seconds = 10
 secret_file = "{folder}/cluster-secret"
 prefill_tokens_per_second = 100
 fetch_seconds_max = 12

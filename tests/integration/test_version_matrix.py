@@ -142,7 +142,7 @@ def test_a_server_that_speaks_newer_versions_only_is_refused_by_name(
     server = OtherServer(tmp_path, lowest, highest)
     with (
         caplog.at_level("INFO", "kvstore.transport"),
-        kvstore.connect(server.address, control_seconds=1.0) as client,
+        kvstore.connect(server.address) as client,
         pytest.raises(kvstore.UnavailableError),
     ):
         client.stats()

@@ -346,7 +346,7 @@ def test_a_server_of_another_version_is_refused_by_name_and_grpc_tried(caplog: p
     host, port = server.listening.getsockname()
     with (
         caplog.at_level("INFO", "kvstore.transport"),
-        kvstore.connect(f"{host}:{port}", control_seconds=1.0) as client,
+        kvstore.connect(f"{host}:{port}") as client,
         pytest.raises(UnavailableError),
     ):
         client.stats()
