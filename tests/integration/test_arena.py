@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,22 +87,6 @@ def served(store: Store, tmp_path: Path) -> Iterator[ServedStore]:
 def client(served: ServedStore) -> Iterator[kvstore.Client]:
     with kvstore.connect(served.addresses[0]) as client:
         yield client
-
-
-@pytest.fixture
-def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(program: str, address: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-c", program, address]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
 
 
 def line_of(process: subprocess.Popen[str]) -> str:

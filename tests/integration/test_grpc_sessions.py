@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,22 +103,6 @@ def _told(inner: Any, name: str, event: threading.Event) -> Any:
 def store() -> Iterator[WatchedStore]:
     with kvstore.open(None, host_bytes=64 * MIB) as store:
         yield WatchedStore(store)
-
-
-@pytest.fixture
-def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(program: str, address: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", program, address]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.kill

@@ -7,7 +7,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -72,22 +71,6 @@ def store() -> Iterator[kvstore.KvStore]:
 def served(request: pytest.FixtureRequest, store: kvstore.KvStore, tmp_path: Path) -> Iterator[ServedStore]:
     with ServedStore(store, [request.param.format(tmp_path)]) as served:
         yield served
-
-
-@pytest.fixture
-def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(program: str, address: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-c", program, address]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
 
 
 def held(store: kvstore.KvStore) -> tuple[int, int]:
