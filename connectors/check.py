@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import enum
 import importlib
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from kvstore.errors import InvalidArgumentError, KvstoreError
+from kvstore.errors import InvalidArgumentError, KvstoreError, NoSpaceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvstore.api import KvStore
+    from kvstore.connectors.common import ConnectorStats
 
 # What is asked for on the command line, and where its checker is.
 CHECKERS = {
@@ -96,6 +98,37 @@ def check_engine(engine: str, options: CheckOptions, store: KvStore, about_store
     except KvstoreError as error:
         findings.append(Finding("store", Verdict.FAILED, f"{type(error).__name__}: {error}"))
     return CheckReport(engine, tuple(findings))
+
+
+def round_trip(subject: str, gives_back_what_it_takes: Callable[[], bool]) -> Finding:
+    """What came of storing something of random bytes and loading it, which tells whether they were equal."""
+    start = time.perf_counter()
+    try:
+        equal = gives_back_what_it_takes()
+    except NoSpaceError as error:
+        sentence = (
+            f"{error}: give the store more host memory (tiers.host.capacity_bytes), or this tenant a larger quota"
+        )
+        return Finding(subject, Verdict.FAILED, sentence)
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    if not equal:
+        return Finding(subject, Verdict.FAILED, f"a random {subject} came back with other bytes than were stored")
+    sentence = f"a random {subject} was stored and came back the same, in {milliseconds:.1f} ms"
+    return Finding(subject, Verdict.OK, sentence)
+
+
+def came_again(stats: ConnectorStats, *, reusable_tokens: int, prompt_tokens: int, same: bool, excuse: str) -> Finding:
+    """What came of asking an engine for one prompt twice: what was reused, and whether it was answered the same."""
+    if stats.bypassed or stats.failures:
+        reasons = ", ".join([*stats.bypassed, *stats.failures])
+        return Finding("prompt", Verdict.FAILED, f"a prompt was computed without the store: {reasons}")
+    if stats.loaded_tokens != reusable_tokens:
+        sentence = f"a prompt that came again reused {stats.loaded_tokens} tokens, expected {reusable_tokens}"
+        return Finding("prompt", Verdict.FAILED, sentence)
+    sentence = f"a prompt that came again reused {stats.loaded_tokens} of its {prompt_tokens} tokens, and was answered "
+    if not same:
+        return Finding("prompt", Verdict.WARNING, f"{sentence}differently: {excuse}")
+    return Finding("prompt", Verdict.OK, f"{sentence}the same")
 
 
 def _checker(place: str) -> Checker:

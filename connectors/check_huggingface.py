@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from kvstore.connectors.check import Finding, Verdict
+from kvstore.connectors.check import Finding, Verdict, came_again, round_trip
 from kvstore.connectors.checkpoint_files import read_config
 from kvstore.connectors.common import UnsupportedModelError
 from kvstore.connectors.huggingface import cached, connector_of, uncache
 from kvstore.connectors.huggingface_blocks import gives_back_what_it_takes
-from kvstore.errors import NoSpaceError
 from kvstore.quantities import format_size
 from kvstore.types import Root
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import KvStore
     from kvstore.connectors.check import CheckOptions
-    from kvstore.types import KvLayout, Namespace
+    from kvstore.types import KvLayout
 
 # The versions that the test suite runs with; others from MINIMUM on are likely to do.
 TESTED = ("5.24",)
@@ -72,7 +70,7 @@ def _check_cached(model: PreTrainedModel, store: KvStore, block_tokens: int) -> 
     namespace = connector_of(model).namespace
     assert namespace is not None, "cached() has described the model"
     yield Finding("layout", Verdict.OK, _layout_sentence(namespace.layout))
-    block = _block(store, namespace)
+    block = round_trip("block", lambda: gives_back_what_it_takes(store, namespace))
     yield block
     if block.verdict is not Verdict.FAILED:
         yield _generate_twice(model, store, block_tokens)
@@ -138,21 +136,6 @@ def _layout_sentence(layout: KvLayout) -> str:
     )
 
 
-def _block(store: KvStore, namespace: Namespace) -> Finding:
-    start = time.perf_counter()
-    try:
-        equal = gives_back_what_it_takes(store, namespace)
-    except NoSpaceError as error:
-        sentence = (
-            f"{error}: give the store more host memory (tiers.host.capacity_bytes), or this tenant a larger quota"
-        )
-        return Finding("block", Verdict.FAILED, sentence)
-    milliseconds = 1e3 * (time.perf_counter() - start)
-    if not equal:
-        return Finding("block", Verdict.FAILED, "a random block came back with other bytes than were stored")
-    return Finding("block", Verdict.OK, f"a random block was stored and came back the same, in {milliseconds:.1f} ms")
-
-
 def _generate_twice(model: PreTrainedModel, store: KvStore, block_tokens: int) -> Finding:
     """Whether a prompt that comes again is reused and gives the same tokens."""
     connector = connector_of(model)
@@ -172,14 +155,10 @@ def _generate_twice(model: PreTrainedModel, store: KvStore, block_tokens: int) -
     stats = connector.stats()
     assert connector.namespace is not None, "the model was not changed"
     store.evict(connector.namespace, ids[0].numpy(), root=Root(salt=salt))
-    if stats.bypassed or stats.failures:
-        reasons = ", ".join([*stats.bypassed, *stats.failures])
-        return Finding("prompt", Verdict.FAILED, f"a prompt was computed without the store: {reasons}")
-    if stats.loaded_tokens != 4 * block_tokens:
-        sentence = f"a prompt that came again reused {stats.loaded_tokens} tokens, expected {4 * block_tokens}"
-        return Finding("prompt", Verdict.FAILED, sentence)
-    same = torch.equal(*answers)
-    sentence = f"a prompt that came again reused {stats.loaded_tokens} of its {ids.shape[1]} tokens, and was answered "
-    if not same:
-        return Finding("prompt", Verdict.WARNING, f"{sentence}differently: rounding, in {model.dtype}, may do that")
-    return Finding("prompt", Verdict.OK, f"{sentence}the same")
+    return came_again(
+        stats,
+        reusable_tokens=4 * block_tokens,
+        prompt_tokens=ids.shape[1],
+        same=torch.equal(*answers),
+        excuse=f"rounding, in {model.dtype}, may do that",
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING
 import llama_cpp
 from llama_cpp import Llama
 
-from kvstore.connectors.check import Finding, Verdict
+from kvstore.connectors.check import Finding, Verdict, came_again, round_trip
 from kvstore.connectors.common import UnsupportedModelError
 from kvstore.connectors.llama_cpp import Settings, cached, connector_of, uncache
 from kvstore.connectors.llama_cpp_cache import Limits
 from kvstore.connectors.llama_cpp_model import kv_types
 from kvstore.connectors.llama_cpp_states import gives_back_what_it_takes
-from kvstore.errors import NoSpaceError
 from kvstore.types import Root
 
 if TYPE_CHECKING:
@@ -67,7 +65,8 @@ def _check_engine(llm: Llama, store: KvStore) -> Iterator[Finding]:
         return
     try:
         yield Finding("layout", Verdict.OK, _layout_sentence(llm))
-        state = _state(llm, store)
+        namespace = connector_of(llm).namespace
+        state = round_trip("state", lambda: gives_back_what_it_takes(store, namespace))
         yield state
         if state.verdict is not Verdict.FAILED:
             yield _generate_twice(llm, store, salt)
@@ -100,21 +99,6 @@ def _layout_sentence(llm: Llama) -> str:
     )
 
 
-def _state(llm: Llama, store: KvStore) -> Finding:
-    start = time.perf_counter()
-    try:
-        equal = gives_back_what_it_takes(store, connector_of(llm).namespace)
-    except NoSpaceError as error:
-        sentence = (
-            f"{error}: give the store more host memory (tiers.host.capacity_bytes), or this tenant a larger quota"
-        )
-        return Finding("state", Verdict.FAILED, sentence)
-    milliseconds = 1e3 * (time.perf_counter() - start)
-    if not equal:
-        return Finding("state", Verdict.FAILED, "a random state came back with other bytes than were stored")
-    return Finding("state", Verdict.OK, f"a random state was stored and came back the same, in {milliseconds:.1f} ms")
-
-
 def _generate_twice(llm: Llama, store: KvStore, salt: str) -> Finding:
     """Whether a prompt that comes again to an engine that has forgotten it is reused, and gives the same tokens."""
     connector = connector_of(llm)
@@ -126,13 +110,10 @@ def _generate_twice(llm: Llama, store: KvStore, salt: str) -> Finding:
         connector.flush(_PATIENT_SECONDS)
     stats = connector.stats()
     store.evict(connector.namespace, prompt, root=Root(salt=salt))
-    if stats.bypassed or stats.failures:
-        reasons = ", ".join([*stats.bypassed, *stats.failures])
-        return Finding("prompt", Verdict.FAILED, f"a prompt was computed without the store: {reasons}")
-    if stats.loaded_tokens != _PROMPT_TOKENS - 1:
-        sentence = f"a prompt that came again reused {stats.loaded_tokens} tokens, expected {_PROMPT_TOKENS - 1}"
-        return Finding("prompt", Verdict.FAILED, sentence)
-    sentence = f"a prompt that came again reused {stats.loaded_tokens} of its {len(prompt)} tokens, and was answered "
-    if answers[0] != answers[1]:
-        return Finding("prompt", Verdict.WARNING, f"{sentence}differently: rounding of quantised weights may do that")
-    return Finding("prompt", Verdict.OK, f"{sentence}the same")
+    return came_again(
+        stats,
+        reusable_tokens=_PROMPT_TOKENS - 1,
+        prompt_tokens=len(prompt),
+        same=answers[0] == answers[1],
+        excuse="rounding of quantised weights may do that",
+    )

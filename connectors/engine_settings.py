@@ -5,16 +5,22 @@ Knows no engine. One that has more settings derives a class with them; what a se
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import kvstore
 from kvstore.errors import ConfigError
 from kvstore.quantities import format_size, parse_size
+from kvstore.writers import configured_writer, writer_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvstore.transport.client import Client
+
+logger = logging.getLogger(__name__)
 _SECONDS_MAX = 3600.0
 _BYTES_MAX = 1 << 44
 
@@ -53,6 +59,22 @@ class EngineSettings:
             return Path(self.secret_file).read_bytes().rstrip(b"\r\n")
         except OSError as error:
             raise ConfigError(f"secret_file {self.secret_file!r} cannot be read: {error.strerror}") from error
+
+
+def connect(settings: EngineSettings) -> Client:
+    """A client of the server in the settings."""
+    client = kvstore.connect(
+        settings.address,
+        lookup_seconds=settings.lookup_seconds,
+        bulk_seconds=settings.bulk_seconds,
+        tls_ca=settings.tls_ca,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        token_file=settings.token_file,
+        writer=configured_writer(settings.writer),
+    )
+    logger.info("kvstore connector: what this process stores is of writer %s", writer_text(client.writer))
+    return client
 
 
 def settings_from(kind: type[Settings], given: Mapping[str, Any]) -> Settings:

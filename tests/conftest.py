@@ -6,6 +6,9 @@ import json
 import os
 import runpy
 import signal
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +19,17 @@ from kvstore.transport import client
 from kvstore.transport.link import Deadlines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SUPPORT = REPOSITORY / "docs" / "support.json"
 SUPPORT_COLUMNS = {"layout", "feature", "model", "dtype"}
 _recorded: set[str] = set()
+PATIENT = Deadlines(lookup_seconds=60.0, control_seconds=60.0, bulk_seconds=60.0, long_seconds=120.0)
 
-# How long an example takes says how busy the machine is; a test as a whole has its timeout.
-hypothesis.settings.register_profile("kvstore", deadline=None)
+# How long an example takes, or to draw one, says how busy the machine is; a test as a whole has its timeout.
+TIMED = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("kvstore", deadline=None, suppress_health_check=TIMED)
 hypothesis.settings.load_profile("kvstore")
 
 
@@ -41,7 +46,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a store answers does not depend on how busy the machine is; tests of deadlines name their own."""
-    monkeypatch.setattr(client, "DEFAULT_DEADLINES", Deadlines(lookup_seconds=10.0, bulk_seconds=30.0))
+    monkeypatch.setattr(client, "DEFAULT_DEADLINES", PATIENT)
+
+
+@pytest.fixture
+def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Runs a program's text with an argument, to be talked to over pipes; what still runs at the end is killed."""
+    with ExitStack() as stack:
+
+        def start(program: str, argument: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-P", "-c", program, argument]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        yield start
 
 
 @pytest.fixture

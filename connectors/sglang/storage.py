@@ -15,14 +15,13 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args, get_serving
 
-import kvstore
 from kvstore.connectors.common import UnsupportedModelError
+from kvstore.connectors.engine_settings import connect
 from kvstore.connectors.sglang.backend import SglangBackend
 from kvstore.connectors.sglang.layout import KV_POOL, Rank
 from kvstore.connectors.sglang.revision import find_revision
 from kvstore.connectors.sglang.settings import parse_settings
 from kvstore.errors import ConfigError, KvstoreError
-from kvstore.writers import configured_writer, writer_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -157,7 +156,7 @@ def _made_or_off(storage_config: Theirs) -> SglangBackend | None:
         rank = Rank.of_config(storage_config)
         model = settings.model or storage_config.model_name or "sglang"
         _epoch()  # a version of SGLang that does not tell cannot be kept from the pages of older weights
-        backend = SglangBackend(settings, rank, model, _connect(settings), epoch=_epoch)
+        backend = SglangBackend(settings, rank, model, connect(settings), epoch=_epoch)
     except (KvstoreError, AttributeError, RuntimeError) as error:
         logger.warning("kvstore connector goes on without the store: kind=%s error=%s", type(error).__name__, error)
         return None
@@ -180,21 +179,6 @@ def _tell_revision(backend: SglangBackend, settings: SglangSettings) -> None:
 
 def _with_version(revision: str, settings: SglangSettings) -> str:
     return revision if settings.weights_version is None else f"{revision} {settings.weights_version}"
-
-
-def _connect(settings: SglangSettings) -> kvstore.KvStore:
-    client = kvstore.connect(
-        settings.address,
-        lookup_seconds=settings.lookup_seconds,
-        bulk_seconds=settings.bulk_seconds,
-        tls_ca=settings.tls_ca,
-        tls_cert=settings.tls_cert,
-        tls_key=settings.tls_key,
-        token_file=settings.token_file,
-        writer=configured_writer(settings.writer),
-    )
-    logger.info("kvstore connector: what this process stores is of writer %s", writer_text(client.writer))
-    return client
 
 
 def _prefix_keys(extra_info: Theirs) -> list[str] | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
 
-import kvstore
 from kvstore.clock import SystemClock
 from kvstore.connectors.common import CacheClient, ConnectorCounters, Writer
+from kvstore.connectors.engine_settings import connect
 from kvstore.connectors.vllm.layout import describe_layout, find_revision, rank_layout, rank_part
 from kvstore.connectors.vllm.pages import check_copies, engine_pages
 from kvstore.connectors.vllm.scheduler import SchedulerParts, SchedulerSide
@@ -18,13 +18,10 @@ from kvstore.connectors.vllm.settings import parse_settings
 from kvstore.connectors.vllm.worker import Engine, WorkerParts, WorkerSide
 from kvstore.tiers.device import DeviceSettings, open_copier
 from kvstore.types import Namespace
-from kvstore.writers import configured_writer, writer_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvstore.connectors.vllm.settings import VllmSettings
-    from kvstore.transport.client import Client
 
 logger = logging.getLogger(__name__)
 
@@ -116,19 +113,3 @@ def warn_of_settings(vllm_config: Any) -> None:  # noqa: ANN401  # vLLM's own cl
             "'recompute', and it is computed as without a store",
             policy,
         )
-
-
-def connect(settings: VllmSettings) -> Client:
-    """A client of the server in the settings."""
-    client = kvstore.connect(
-        settings.address,
-        lookup_seconds=settings.lookup_seconds,
-        bulk_seconds=settings.bulk_seconds,
-        tls_ca=settings.tls_ca,
-        tls_cert=settings.tls_cert,
-        tls_key=settings.tls_key,
-        token_file=settings.token_file,
-        writer=configured_writer(settings.writer),
-    )
-    logger.info("kvstore connector: what this process stores is of writer %s", writer_text(client.writer))
-    return client

@@ -21,7 +21,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvstore.clock import SystemClock
 from kvstore.connectors.checkpoint_files import model_fingerprint
 from kvstore.connectors.common import CacheClient, ConnectorCounters, UnsupportedModelError
-from kvstore.connectors.vllm.assembly import connect, join_engine_log
+from kvstore.connectors.engine_settings import connect
+from kvstore.connectors.vllm.assembly import join_engine_log
 from kvstore.connectors.vllm.chunks import ChunkParts, Chunks, Job, chunk_layout
 from kvstore.connectors.vllm.layout import checkpoint_folder
 from kvstore.connectors.vllm.settings import parse_settings

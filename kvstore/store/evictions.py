@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.errors import StorageError
 from kvstore.radix.tree import SLICE_BLOCKS
+from kvstore.store.interrupts import uninterrupted
 from kvstore.tiers.persistent import PurgingTier
 from kvstore.types import Tier
 from kvstore.writers import WriterPage
@@ -28,6 +29,7 @@ _IDLE_SLICES = 16
 _TRIES = 16
 
 
+@uninterrupted
 def evict_prefix(
     index: Index, room: RoomMaker, space: Space, root_key: bytes, prompt: TokenArray, *, from_block: int
 ) -> int:
@@ -73,6 +75,7 @@ class WriterEviction:
         self._blocks = 0
         self._is_gone = True
 
+    @uninterrupted
     def step(self) -> WriterPage:
         """Drop some. Raises StorageError where a power cut may bring them back."""
         self._drop_untaken()  # before those who may take them are asked

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from kvstore.buffers import writable_rows
-from kvstore.errors import ClosedError, InvalidArgumentError
+from kvstore.errors import InvalidArgumentError
 from kvstore.radix.tree import NO_SLOT
+from kvstore.store.handles import OpenLease
+from kvstore.store.interrupts import uninterrupted
 from kvstore.store.moving import place_on_host, read_from_disk
 from kvstore.store.placement import leading
 from kvstore.types import LoadResult, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -44,11 +44,8 @@ class LeasedPlaces:
     index: int = 0
 
 
-class StoreLease:
-    """A kvstore.api.Lease on blocks of this process's store.
-
-    `_lock` is held during a load, so that a release (or the end of the lease's time) waits until the copy has ended.
-    """
+class StoreLease(OpenLease):
+    """A kvstore.api.Lease on blocks of this process's store."""
 
     def __init__(
         self,
@@ -58,17 +55,15 @@ class StoreLease:
         forget: Callable[[StoreLease], None],
         sparse: LeasedParts,
     ) -> None:
+        super().__init__(index.clock.monotonic() + index.settings.lease_seconds_max)
         self._index = index
         self._space = space
         self._ids = ids
         self._sparse = sparse
         self._forget = forget
-        self._lock = threading.Lock()
-        self._open = True
         # Guarded by _lock: who is told of the end; and by part, leading blocks that were counted as read in place.
         self._endings: list[Callable[[], None]] = []
         self._placed: dict[int | None, int] = {}
-        self.expires_at = index.clock.monotonic() + index.settings.lease_seconds_max
 
     @property
     def blocks(self) -> int:
@@ -150,23 +145,15 @@ class StoreLease:
             self._check_open()
             self._endings.append(ended)
 
-    def release(self) -> None:
-        """End the lease; idempotent."""
-        with self._lock:
-            if not self._open:
-                return
-            self._open = False
-            for ended in self._endings:
-                ended()
+    def _tell_end(self) -> None:
+        for ended in self._endings:
+            ended()
+
+    def _let_go(self) -> None:
         with self._index.lock:
             freed = self._space.release(self._ids, self._sparse.hold)
         self._index.settle(freed)
         self._forget(self)
-
-    def leave_to_parent(self) -> None:
-        """In the child of a fork: the lease stays the parent's, and is over here."""
-        self._lock = threading.Lock()
-        self._open = False
 
     def _sparse_places(self, part: int) -> LeasedPlaces:
         with self._lock:
@@ -178,20 +165,6 @@ class StoreLease:
                 self._space.budget.earn(new_blocks * self._space.layout.part_bytes(part))
             self._placed[part] = int(slots.size)
             return LeasedPlaces(group.host, slots, self._sparse.first_block(part), part - group.parts.start)
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise ClosedError(
-                "the lease has ended: it was released, its time was over, the store is closed, or this process forked"
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
     def _load(self, ids: BlockIds, rows: NDArray[np.uint8], part: int | None) -> int:
         """Load run by run, each from its tier; stops at the first block that is not right."""
@@ -218,6 +191,7 @@ class StoreLease:
             self._promote(ids[:good], rows[:good])
         return good
 
+    @uninterrupted
     def _promote(self, ids: BlockIds, rows: NDArray[np.uint8]) -> None:
         """Keep what was read from disk in host memory too, as far as there is free room."""
         slots = self._space.host.allocate(int(ids.size))

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import NoSpaceError, StorageFormatError
+from kvstore.store.interrupts import uninterrupted
 from kvstore.store.pin_records import PinnedEnd, PinRecord, kept_depths, pack_pins, unpack_pins
 from kvstore.tiers.persistent import PinKeepingTier
 from kvstore.types import Pin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvstore.store.index import Index
     from kvstore.store.space import Freed, Space
@@ -66,10 +67,16 @@ class PinTable:
         ends = () if state is None else (PinnedEnd(tokens, state.key),)
         return self._add_state(space, state, self._record(next(self._next_id), ends, ttl_seconds))
 
-    def remove(self, pin_id: int) -> Freed | None:
-        """End one pin; None if there is none of that id."""
-        held = self._held.pop(pin_id, None)
-        return None if held is None else held.release()
+    @uninterrupted
+    def end(self, pin_ids: Iterable[int]) -> int:
+        """End pins, on disk too; how many of these there were. The index lock must not be held."""
+        with self._index.lock:
+            removed = [self._held.pop(pin_id).release() for pin_id in pin_ids if pin_id in self._held]
+        for freed in removed:
+            self._index.settle(freed)
+        for space in {freed.space for freed in removed}:
+            self.save_ended(space)
+        return len(removed)
 
     def expired(self) -> list[int]:
         """Ids of the pins whose time is over."""

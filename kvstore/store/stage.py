@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.buffers import readable_rows
-from kvstore.errors import ClosedError, InvalidArgumentError
+from kvstore.errors import InvalidArgumentError
+from kvstore.store.handles import OpenStage
 from kvstore.store.match_rules import kept_points
 from kvstore.store.sparse_writes import SparseWrites
 from kvstore.types import MARK_BYTES, CommitResult, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -42,12 +41,11 @@ class Points:
         return kept_points(self.prompt_tokens, layout.block_tokens, present_blocks, self.turn_ends)
 
 
-class StoreStage:
+class StoreStage(OpenStage):
     """A kvstore.api.Stage in this process's store.
 
     `path` are the ids of all blocks of the prompt, held once by this stage; `present` of them were there before.
-    `slots` belong to the stage until the commit gives them to the index. `_lock` guards all state, so that an abort
-    from another thread waits for a copy in progress.
+    `slots` belong to the stage until the commit gives them to the index.
     """
 
     def __init__(
@@ -63,6 +61,7 @@ class StoreStage:
         writer: int,
         forget: Callable[[StoreStage], None],
     ) -> None:
+        super().__init__(index.clock.monotonic() + index.settings.stage_seconds_max)
         self._index = index
         self._space = space
         self.root_key = root_key
@@ -72,15 +71,11 @@ class StoreStage:
         self._sparse = SparseWrites(space, mover, writer)
         self.writer = writer
         self._forget = forget
-        self._lock = threading.Lock()
-        self._open = True
-        self._lent = 0  # writers that fill slots in place
         self._path: BlockIds = np.empty(0, dtype=np.uint32)
         self._present = requested_from
         self._slots: Slots = np.empty(0, dtype=np.uint32)
         self._refused = 0
         self._written = np.zeros((space.layout.part_count, 0), dtype=np.bool_)
-        self.expires_at = index.clock.monotonic() + index.settings.stage_seconds_max
 
     def begin(self, present: int, path: BlockIds, room: RoomMaker) -> None:
         """Take over the placeholders that the index made for this stage and reserve their slots.
@@ -91,7 +86,7 @@ class StoreStage:
             self._path = path
             self._present = present if path.size else self.requested_from
             if not self._open:
-                self._finish(0, [])
+                self._drop()
             self.check_open()
             missing = self.prompt.size // self._space.layout.block_symbols - self._present
             reasons = Counter({"missing_prefix": missing})
@@ -214,62 +209,24 @@ class StoreStage:
                 if self._open:
                     self._written[slice(None) if part is None else part, taken] |= filled
                 elif not self._lent:
-                    self._finish(0, [])
+                    self._drop()
 
-    def commit(self) -> CommitResult:
+    def _commit(self) -> CommitResult:
         """Make the leading blocks whose every part was written visible, atomically; drop the others."""
-        try:
-            with self._lock:
-                self.check_open()
-                if self._lent:
-                    raise InvalidArgumentError("the stage is being written; commit it when the writes have returned")
-                complete = self._written.all(axis=0)
-                count = int(complete.size if complete.all() else complete.argmin())
-                is_needed = count or self._sparse.any_written
-                keys = self._space.prompt_keys(self.root_key, self.prompt) if is_needed else []
-                self._open = False
-                stored = self._finish(count, keys)
-        except BaseException:
-            # A stage that stayed behind would keep others from storing these blocks.
-            self.abort()
-            raise
-        self._forget(self)
+        complete = self._written.all(axis=0)
+        count = int(complete.size if complete.all() else complete.argmin())
+        is_needed = count or self._sparse.any_written
+        keys = self._space.prompt_keys(self.root_key, self.prompt) if is_needed else []
+        self._open = False
+        stored = self._finish(count, keys)
         incomplete = self.blocks - stored
         return CommitResult(stored, self.present_blocks, self._refused + incomplete)
 
-    def abort(self) -> None:
-        """Drop everything written; idempotent, and a no-op after commit."""
-        with self._lock:
-            if not self._open:
-                return
-            self._open = False
-            if not self._lent:
-                self._finish(0, [])
+    def _drop(self) -> None:
+        self._finish(0, [])
+
+    def _be_forgotten(self) -> None:
         self._forget(self)
-
-    def leave_to_parent(self) -> None:
-        """In the child of a fork: the stage stays the parent's, and is over here."""
-        self._lock = threading.Lock()
-        self._open = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abort()
-        elif self._open:
-            self.commit()
-
-    def check_open(self) -> None:
-        """Raise ClosedError if the stage has ended."""
-        if not self._open:
-            raise ClosedError(
-                "the stage has ended: it was committed or aborted, its time was over, its store closed, or this "
-                "process forked"
-            )
 
     def _finish(self, count: int, keys: Sequence[bytes]) -> int:
         """Give the first `count` blocks to the index, drop the rest, end the holds. Returns how many were placed.

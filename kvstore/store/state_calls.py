@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import NoSpaceError, StorageError
 from kvstore.state_blobs import BlobLease, BlobStage
+from kvstore.store.interrupts import uninterrupted
 from kvstore.store.state_handles import StateRowsLease, StateRowsStage
 from kvstore.store.states import path_of
 from kvstore.types import PLAIN_ROOT, PrefixMatch, Tier, TierRun, require_state
@@ -49,6 +50,7 @@ class StateCalls:
                 accounting.count_lookup(prompt.size, runs, 1)
         return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, tokens, runs)
 
+    @uninterrupted
     def lease(
         self,
         match: PrefixMatch,
@@ -68,6 +70,7 @@ class StateCalls:
                 lease.hold(state)
         return BlobLease(lease, lease.size, form.piece_bytes)
 
+    @uninterrupted
     def stage(
         self,
         space: Space,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.buffers import readable_rows, writable_rows
-from kvstore.errors import ClosedError, InvalidArgumentError
+from kvstore.errors import InvalidArgumentError
+from kvstore.store.handles import OpenLease, OpenStage
 from kvstore.types import CommitResult, LoadResult, StateSize, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -30,12 +29,13 @@ NO_STATE = StateSize(0, 0, 0)
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 
 
-class StateRowsLease:
-    """A kvstore.api.Lease of the pieces of one state, or of nothing. `_lock` is held during a load."""
+class StateRowsLease(OpenLease):
+    """A kvstore.api.Lease of the pieces of one state, or of nothing."""
 
     def __init__(
         self, index: Index, room: RoomMaker, space: Space, forget: Callable[[StateRowsLease], None], tokens: int = 0
     ) -> None:
+        super().__init__(index.clock.monotonic() + index.settings.lease_seconds_max)
         self._index = index
         self._mover = room.states
         self._space = space
@@ -43,9 +43,6 @@ class StateRowsLease:
         self._tokens = tokens
         self._state: StoredState | None = None
         self._rising: RisingState | None = None  # from the first read from disk on
-        self._lock = threading.Lock()
-        self._open = True
-        self.expires_at = index.clock.monotonic() + index.settings.lease_seconds_max
 
     def hold(self, state: StoredState) -> None:
         """Protect a state; the index lock must be held."""
@@ -98,39 +95,15 @@ class StateRowsLease:
         finally:
             self._mover.release(self._space, state)
 
-    def release(self) -> None:
-        """End the lease; idempotent."""
-        with self._lock:
-            if not self._open:
-                return
-            self._open = False
+    def _let_go(self) -> None:
         if self._rising is not None:
             self._rising.end()
         if self._state is not None:
             self._mover.release(self._space, self._state)
         self._forget(self)
 
-    def leave_to_parent(self) -> None:
-        """In the child of a fork: the lease stays the parent's, and is over here."""
-        self._lock = threading.Lock()
-        self._open = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
     def _row_bytes(self, part: int | None) -> int:
         return self._space.layout.part_bytes(0 if part is None else part)
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise ClosedError(
-                "the lease has ended: it was released, its time was over, the store is closed, or this process forked"
-            )
 
     def _keep(self, state: StoredState, first: int, rows: NDArray[np.uint8]) -> None:
         """Have what was read from disk come up into host memory too."""
@@ -146,28 +119,25 @@ class StateRowsLease:
             self._space.budget.earn(pieces * self._space.layout.block_bytes)
 
 
-class StateRowsStage:
-    """A kvstore.api.Stage of the pieces of one state: all of them, or none. `_lock` guards what changes."""
+class StateRowsStage(OpenStage):
+    """A kvstore.api.Stage of the pieces of one state: all of them, or none."""
 
     def __init__(
         self, index: Index, room: RoomMaker, space: Space, state: StoredState, forget: Callable[[StateRowsStage], None]
     ) -> None:
+        super().__init__(index.clock.monotonic() + index.settings.stage_seconds_max)
         self._index = index
         self._mover = room.states
         self._space = space
         self._forget = forget
         self.state = state
         self._pieces = -(-state.size_bytes // space.layout.block_bytes)
-        self._lock = threading.Lock()
-        self._open = True
         self._staged = False  # whether the table knows that this state is being stored
         self._generation = 0
         self._shared_tokens = 0
-        self._lent = 0
         self._slots: Slots = _NO_SLOTS
         self._written = np.zeros(0, dtype=np.bool_)
         self._refused = 0
-        self.expires_at = index.clock.monotonic() + index.settings.stage_seconds_max
 
     def enter(self) -> bool:
         """Tell the table; the index lock must be held. False where the state is not wanted."""
@@ -250,56 +220,9 @@ class StateRowsStage:
                 elif not self._lent:
                     self._drop()
 
-    def commit(self) -> CommitResult:
+    def _commit(self) -> CommitResult:
         """Make the state visible if all of it was written; else drop it."""
-        try:
-            with self._lock:
-                self.check_open()
-                if self._lent:
-                    raise InvalidArgumentError("the stage is being written; commit it when the writes have returned")
-                self._open = False
-                result = self._finish()
-        except BaseException:
-            self.abort()
-            raise
-        self._forget(self)
-        return result
-
-    def abort(self) -> None:
-        """Drop everything written; idempotent, and a no-op after commit."""
-        with self._lock:
-            if not self._open:
-                return
-            self._open = False
-            if not self._lent:
-                self._drop()
-        self._forget(self)
-
-    def leave_to_parent(self) -> None:
-        """In the child of a fork: the stage stays the parent's, and is over here."""
-        self._lock = threading.Lock()
         self._open = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abort()
-        elif self._open:
-            self.commit()
-
-    def check_open(self) -> None:
-        """Raise ClosedError if the stage has ended."""
-        if not self._open:
-            raise ClosedError(
-                "the stage has ended: it was committed or aborted, its time was over, its store closed, or this "
-                "process forked"
-            )
-
-    def _finish(self) -> CommitResult:
         if not self._slots.size:
             self._drop()
             present = 0 if self._refused else self._pieces
@@ -337,6 +260,9 @@ class StateRowsStage:
             self._end_staged()
         slots, self._slots = self._slots, _NO_SLOTS
         self._space.host.free(slots)
+
+    def _be_forgotten(self) -> None:
+        self._forget(self)
 
     def _end_staged(self) -> None:
         """Others may store this state; the index lock must be held."""

@@ -17,6 +17,7 @@ from kvstore.store.boundaries import boundaries
 from kvstore.store.evictions import WriterEviction, evict_prefix
 from kvstore.store.hot_prefixes import hot_prefixes
 from kvstore.store.index import Index
+from kvstore.store.interrupts import uninterrupted
 from kvstore.store.lease import StoreLease
 from kvstore.store.leased_parts import LeasedParts
 from kvstore.store.movers import Movers
@@ -50,7 +51,7 @@ from kvstore.types import (
 from kvstore.writers import chosen_writer, require_writer_id
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from types import TracebackType
 
     from kvstore.api import Prefetch
@@ -169,6 +170,7 @@ class Store:
             raise
         return prefetch
 
+    @uninterrupted
     def lease(self, match: PrefixMatch, *, tiers: Collection[Tier] | None = None) -> StoreLease:
         """Protect a match; see kvstore.api.KvStore."""
         self._check_open()
@@ -258,6 +260,7 @@ class Store:
         handlers = (self._enter_state_stage, self._forget_state_stage)
         return self._states.stage(space, root_key, prompt, size_bytes, handlers, writer=author)
 
+    @uninterrupted
     def pin(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, ttl_seconds: float | None = None
     ) -> Pin:
@@ -278,7 +281,7 @@ class Store:
     def unpin(self, pin_id: int) -> bool:
         """End a pin; see kvstore.api.KvStore."""
         self._check_open()
-        return self._end_pins([pin_id]) > 0
+        return self._pins.end([pin_id]) > 0
 
     def hint_next_use(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, seconds: float | None
@@ -327,11 +330,13 @@ class Store:
         with self._index.lock:
             return space.writers.runs(space.confirm(found))
 
+    @uninterrupted
     def clear(self, namespace: Namespace) -> int:
         """Drop a namespace; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
         self._check_open()
         return self._end_cleared(clear_space(self._index, self._room, self._index.space(namespace)))
 
+    @uninterrupted
     def delete_namespace(self, ns_id: bytes) -> int:
         """Drop all of a namespace, opened or not, for good: see namespaces.py. Raises StorageError if it cannot be."""
         self._check_open()
@@ -481,7 +486,7 @@ class Store:
         return space, space.root_key(root), prompt
 
     def _end_cleared(self, cleared: Cleared) -> int:
-        self._end_pins(cleared.pin_ids)
+        self._pins.end(cleared.pin_ids)
         return cleared.blocks
 
     def _is_spent(self, space: Space, root_key: bytes, prompt: TokenArray) -> bool:
@@ -498,6 +503,7 @@ class Store:
             self._index.accounting.rejected_blocks["budget"] += request.count
         return True
 
+    @uninterrupted
     def _begin_stage(self, stage: StoreStage, space: Space) -> None:
         present, path = self._open_stage(stage, space)
         try:
@@ -534,17 +540,7 @@ class Store:
             stage.abort()
         with self._index.lock:
             expired = self._pins.expired()
-        self._end_pins(expired)
-
-    def _end_pins(self, pin_ids: Iterable[int]) -> int:
-        """End pins; how many of these there were."""
-        with self._index.lock:
-            removed = [freed for pin_id in pin_ids if (freed := self._pins.remove(pin_id)) is not None]
-        for freed in removed:
-            self._index.settle(freed)
-        for space in {freed.space for freed in removed}:
-            self._pins.save_ended(space)
-        return len(removed)
+        self._pins.end(expired)
 
     def _check_leases(self) -> None:
         if len(self._leases) >= self._settings.leases_max:

@@ -67,7 +67,7 @@ class PrefetchConformance:
 
 def prompt_on_disk(store: KvStore) -> list[int]:
     """A prompt of 20 blocks that lie on disk alone, in a store of 1 MiB that has room for them in host memory."""
-    prompts = [list(range(start, start + 80)) for start in range(0, 400 * 80, 80)]
+    prompts = [list(range(start, start + 80)) for start in range(0, 150 * 80, 80)]
     for prompt in prompts:
         store_prompt(store, BASE, prompt)
     matches = [store.match(BASE, prompt, touch=False) for prompt in prompts]

@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 import kvstore
 from kvstore.testing.blocks import store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore
 from kvstore.tokens import as_token_array
 from kvstore.transport.convert import namespace_to_proto, prompt_to_proto
@@ -360,15 +361,15 @@ def test_event_reads_out_of_range_are_refused(attacker: Attacker):
 
 def _send_raw(channel: grpc.Channel, path: str, method: Any, raw: bytes) -> None:
     if method.client_streaming and method.server_streaming:
-        next(channel.stream_stream(path)(iter([raw]), timeout=10))
+        next(channel.stream_stream(path)(iter([raw]), timeout=ANSWER_SECONDS))
     elif method.client_streaming:
-        channel.stream_unary(path)(iter([raw]), timeout=10)
+        channel.stream_unary(path)(iter([raw]), timeout=ANSWER_SECONDS)
     elif method.server_streaming:
-        stream = channel.unary_stream(path)(raw, timeout=10)
+        stream = channel.unary_stream(path)(raw, timeout=ANSWER_SECONDS)
         next(stream)
         stream.cancel()
     else:
-        channel.unary_unary(path)(raw, timeout=10)
+        channel.unary_unary(path)(raw, timeout=ANSWER_SECONDS)
 
 
 def _code_of_raw(channel: grpc.Channel, path: str, method: Any, raw: bytes) -> grpc.StatusCode | None:

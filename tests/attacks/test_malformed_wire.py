@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import struct
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import kvstore
 from kvstore.errors import ClosedError, InvalidArgumentError, KvstoreError, NoSpaceError
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
+from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 from kvstore.testing.serving import ServedStore
 from kvstore.tokens import as_token_array
 from kvstore.transport import wire, wire_bulk, wire_lane, wire_listen
@@ -30,14 +30,13 @@ from kvstore.v1 import block_pb2
 from kvstore.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from google.protobuf.message import Message
 
 NAMESPACE = Namespace(model="model", revision="revision", layout=LAYOUT)
 LIMITS = ServiceLimits(message_bytes=MIB, frame_bytes=64 * 1024, connections=64, calls_per_connection=4)
-ANSWER_SECONDS = 10.0
 ROW = LAYOUT.block_bytes
 
 
@@ -141,12 +140,6 @@ def request(method: int, message: Message, call_id: int, *, flags: int = 0) -> b
 
 def header(body_bytes: int, kind: int, code: int = 0, flags: int = 0, call_id: int = 99) -> bytes:
     return struct.pack("<IBBHII", body_bytes, kind, code, flags, call_id, 0)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + ANSWER_SECONDS
-    while not holds():
-        assert time.monotonic() < ends_at, "it never came to hold"
 
 
 @pytest.fixture
@@ -477,7 +470,7 @@ def test_bulk_connections_of_a_session_are_limited(attacker: Session):
 
 def test_stalled_transfers_leave_room_for_no_more_than_their_limit(attacker: Session, monkeypatch: pytest.MonkeyPatch):
     other = Session(attacker.address)
-    monkeypatch.setattr(wire_bulk, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(wire_bulk, "STALL_SECONDS", 3.0)  # long enough to be seen
     for peer in [attacker.bulk() for _ in range(LIMITS.bulk_calls)]:
         peer.send(b"\0")
     wait_until(lambda: _is_full(other))
@@ -513,9 +506,10 @@ def test_a_client_that_sends_a_byte_now_and_then_is_ended(served: ServedStore, m
 def test_idle_connections_beyond_the_limit_are_closed_and_keep_nobody_out_for_long(
     served: ServedStore, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(wire_listen, "FIRST_BYTES_SECONDS", 1.0)
+    monkeypatch.setattr(wire_listen, "FIRST_BYTES_SECONDS", 3.0)
     idle = [Peer(served.addresses[0], b"") for _ in range(200)]
-    wait_until(lambda: served.server.refused_connections.get("full", 0) >= 200 - LIMITS.connections)
+    wait_until(lambda: sum(served.server.refused_connections.values()) == 200)
+    assert {"full", "slow"} == set(served.server.refused_connections)
     wait_until(lambda: served.server.connections["undecided"] == 0)
     for peer in idle:
         peer.close()

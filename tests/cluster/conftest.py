@@ -64,7 +64,7 @@ def open_directory() -> Iterator[Callable[..., ValkeyDirectory]]:
     made: list[ValkeyDirectory] = []
 
     def open_it(
-        url: str, name: str | None = None, times: DirectoryTimes | None = None, timeout_seconds: float = 5.0
+        url: str, name: str | None = None, times: DirectoryTimes | None = None, timeout_seconds: float = 30.0
     ) -> ValkeyDirectory:
         clock = SystemClock()
         options = LinkOptions(timeout_seconds=timeout_seconds, retry_seconds=0.0)

@@ -6,8 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,9 +14,10 @@ import pytest
 import kvstore
 from kvstore.cli import main
 from kvstore.testing.blocks import store_prompt, verified_blocks
+from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.testing.valkey_server import ValkeyServer
@@ -27,8 +26,6 @@ pytestmark = pytest.mark.kill
 LAYOUT = kvstore.KvLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
 NAMESPACE = kvstore.Namespace(model="m", revision="r", layout=LAYOUT, secret=b"shared by all nodes")
 PROMPT = list(range(46))
-SECONDS_MAX = 30.0
-_LOOK_SECONDS = 0.05
 
 
 @contextmanager
@@ -40,14 +37,14 @@ def serving(tmp_path: Path, name: str, url: str, *flags: str) -> Iterator[tuple[
     secret.write_bytes(b"shared by all nodes")
     secret.chmod(0o600)
     settings = {
-        "cluster.lease_seconds": "1s",
+        "cluster.lease_seconds": "1s",  # so that tests may wait for its end; a busy node loses it for a while
         "cluster.announce_tokens": "16",
         "cluster.announce_after_seconds": "0s",
         "tenants.default.secret_files": str(secret),
     }
     command = [sys.executable, "-P", "-m", "kvstore.cli", "serve", "--listen", f"unix://{folder}/s", "--node", name]
-    command += ["--cluster", url, "--host-bytes", "4MiB", *flags]
-    command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    command += ["--cluster", url, "--host-bytes", "4MiB"]
+    command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")] + [*flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None
@@ -56,15 +53,6 @@ def serving(tmp_path: Path, name: str, url: str, *flags: str) -> Iterator[tuple[
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Ask again and again, as a user would, until it is so."""
-    end = time.monotonic() + SECONDS_MAX
-    pause = threading.Event()
-    while not holds():
-        assert time.monotonic() < end, "it does not come about"
-        pause.wait(_LOOK_SECONDS)
 
 
 def names(client: kvstore.Client) -> list[str]:
@@ -85,47 +73,48 @@ def test_nodes_find_each_other_and_say_where_a_prompt_lies(
         kvstore.connect(a) as at_a,
         kvstore.connect(b) as at_b,
     ):
-        until(lambda: ["a", "b"] == names(at_a) == names(at_b))
+        wait_until(lambda: ["a", "b"] == names(at_a) == names(at_b))
         store_prompt(at_a, NAMESPACE, PROMPT)
-        until(lambda: {"a": 32, "b": 0} == tokens_by_node(at_b))
-        assert {"a": 44, "b": 0} == tokens_by_node(at_a)
+        wait_until(lambda: {"a": 32, "b": 0} == tokens_by_node(at_b))
+        wait_until(lambda: {"a": 44, "b": 0} == tokens_by_node(at_a))
         assert "b" == at_b.stats().node
         own_valkey.ask("FLUSHALL")
-        until(lambda: {"a": 32, "b": 0} == tokens_by_node(at_b))
-        capsys.readouterr()
-        assert 0 == main(["nodes", "--address", b, "--json"])
-        told = json.loads(capsys.readouterr().out)
-        assert ("b", ["a", "b"], [a]) == (
-            told["node"],
-            sorted(node["name"] for node in told["nodes"]),
-            next(node["addresses"] for node in told["nodes"] if node["name"] == "a"),
-        )
+        wait_until(lambda: {"a": 32, "b": 0} == tokens_by_node(at_b))
+
+        def shows_both() -> bool:
+            capsys.readouterr()
+            assert 0 == main(["nodes", "--address", b, "--json"])
+            told = json.loads(capsys.readouterr().out)
+            addresses = {node["name"]: node["addresses"] for node in told["nodes"]}
+            return ("b", [a], [b]) == (told["node"], addresses.get("a"), addresses.get("b"))
+
+        wait_until(shows_both)
         first.send_signal(signal.SIGKILL)
-        until(lambda: ["b"] == names(at_b))
-        assert {"b": 0} == tokens_by_node(at_b)
+        wait_until(lambda: {"b": 0} == tokens_by_node(at_b))
+        wait_until(lambda: ["b"] == names(at_b))
         own_valkey.kill()
         store_prompt(at_b, NAMESPACE, PROMPT)
         assert 11 == at_b.match(NAMESPACE, PROMPT).blocks
         second.send_signal(signal.SIGTERM)
-        assert 0 == second.wait(SECONDS_MAX)
+        assert 0 == second.wait(ANSWER_SECONDS)
 
 
 def test_what_a_node_held_is_on_the_one_that_stays_after_an_orderly_stop(
     own_valkey: ValkeyServer, tmp_path: Path
 ) -> None:
     prompt = list(range(800))
-    flags = ("--set", "cluster.handover_seconds=20s")
+    flags = ("--set", "cluster.handover_seconds=20s", "--set", "cluster.lease_seconds=10s")
     with (
         serving(tmp_path, "a", own_valkey.url, *flags) as (leaving, a),
         serving(tmp_path, "b", own_valkey.url, *flags) as (_, b),
         kvstore.connect(a) as at_a,
         kvstore.connect(b) as at_b,
     ):
-        until(lambda: ["a", "b"] == names(at_a) == names(at_b))
+        wait_until(lambda: ["a", "b"] == names(at_a) == names(at_b))
         store_prompt(at_a, NAMESPACE, prompt)
-        until(lambda: 800 == next(m.tokens for m in at_b.locate(NAMESPACE, prompt) if m.node.name == "a"))
+        wait_until(lambda: 800 == next(m.tokens for m in at_b.locate(NAMESPACE, prompt) if m.node.name == "a"))
         leaving.send_signal(signal.SIGTERM)
-        assert 0 == leaving.wait(SECONDS_MAX)
+        assert 0 == leaving.wait(ANSWER_SECONDS)
         assert 200 == verified_blocks(at_b, NAMESPACE, prompt)
 
 
@@ -134,7 +123,7 @@ def test_locate_prints_what_each_node_holds(tmp_path: Path, capsys: pytest.Captu
     secret = tmp_path / "alone" / "secret"
     with serving(tmp_path, "alone", "") as (_, address):
         with kvstore.connect(address) as client:
-            until(lambda: ["alone"] == names(client))
+            wait_until(lambda: ["alone"] == names(client))
             store_prompt(client, NAMESPACE, PROMPT)
         flags = ["--model", "m", "--revision", "r", "--layout", layout, "--secret-file", str(secret)]
         words = [str(token) for token in PROMPT]

@@ -40,7 +40,7 @@ class ValkeyMachine(DirectoryMachine):
 
     def open_directory(self) -> None:
         clock = HurriedClock()
-        options = LinkOptions(timeout_seconds=5.0)
+        options = LinkOptions(timeout_seconds=30.0)
         self.link = ValkeyLink(parse_valkey_address(self.url), options, clock)
         self.name = f"model{next(self.numbers)}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,15 +13,16 @@ import pytest
 
 import kvstore
 from kvstore.errors import ClosedError, InvalidLayoutError, UnavailableError
-from kvstore.store import Store, StoreSettings, open_store
+from kvstore.store import Store, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt
+from kvstore.testing.patience import wait_until
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.host import HostPool
 from kvstore.transport import arena
 from kvstore.types import KvLayout, Namespace, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from kvstore.tiers.host import ExtentPlace
@@ -34,7 +34,6 @@ OURS = Namespace(model="m", revision="r", tenant="ours", layout=LAYOUT)
 BLOCKS = 8
 PROMPT = list(range(BLOCKS * LAYOUT.block_tokens))
 HOST_BYTES = 16 * MIB
-ANSWER_SECONDS = 10.0
 
 
 @pytest.fixture
@@ -53,12 +52,6 @@ def served(store: Store, tmp_path: Path) -> Iterator[ServedStore]:
 def client(served: ServedStore) -> Iterator[kvstore.Client]:
     with kvstore.connect(served.addresses[0]) as client:
         yield client
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + ANSWER_SECONDS
-    while not holds():
-        assert time.monotonic() < ends_at, "it never came to hold"
 
 
 def load(lease: kvstore.Lease) -> np.ndarray:
@@ -131,9 +124,8 @@ def test_a_lease_that_ends_while_its_places_are_looked_up_loads_nothing_and_the_
 
 def test_what_is_wanted_back_while_a_lease_stands_comes_back_when_its_time_is_over(tmp_path: Path):
     """Nobody releases it, and nobody calls: the client is told."""
-    settings = StoreSettings(lease_seconds_max=0.5)
     with (
-        open_store(host_bytes=HOST_BYTES, settings=settings) as store,
+        open_store(host_bytes=HOST_BYTES) as store,
         ServedStore(store, [f"unix://{tmp_path}/s"]) as served,
         kvstore.connect(served.addresses[0]) as client,
     ):
@@ -142,6 +134,8 @@ def test_what_is_wanted_back_while_a_lease_stands_comes_back_when_its_time_is_ov
         load(lease)
         (pool,) = store._index.host._pools.values()
         assert all(pool.is_kept(extent) for extent in pool.ranges())
+        for open_lease in store._leases:
+            open_lease.expires_at = 0.0
         wait_until(lambda: not store.stats().leases)
         wait_until(lambda: not store._index.host.memory().held_extents)
         assert 0 == client.arena.extents

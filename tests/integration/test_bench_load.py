@@ -15,6 +15,7 @@ import kvstore
 from kvstore.load.plan import LoadPlan, Operation
 from kvstore.load.worker import LoadClient, prompt_of
 from kvstore.testing.conformance import MIB
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "kvstore.cli", "bench", "load", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
 
 
 def test_a_load_is_reported_by_operation_and_leaves_nothing_behind(tmp_path: Path):

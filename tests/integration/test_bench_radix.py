@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.testing.patience import ANSWER_SECONDS
+
 BENCH = Path(__file__).parents[2] / "bench"
 WITHOUT_DYNAMO = "import runpy, sys; sys.modules['dynamo'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
@@ -25,7 +27,7 @@ def test_the_bench_writes_a_row_for_each_lookup_and_names_the_peers_it_left_out(
         check=True,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=ANSWER_SECONDS,
         env={**os.environ, "PYTHONPATH": str(BENCH)},
     )
     assert "dynamo: left out" in done.stderr
@@ -44,7 +46,7 @@ def test_the_bench_of_eviction_writes_what_each_policy_costs(tmp_path: Path) -> 
         [sys.executable, str(BENCH / "bench_eviction.py"), *sizes, "--json", str(file)],
         check=True,
         capture_output=True,
-        timeout=100,
+        timeout=ANSWER_SECONDS,
     )
     rows = json.loads(file.read_text())["rows"]
     timed = {"touch", "stage", "take_victims", "evict"}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvstore
+from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 from kvstore.transport.client import DEFAULT_DEADLINES
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ pytestmark = [
 PROGRAMS = Path(__file__).parent
 BLOCKS = 64
 PROMPT_BYTES = BLOCKS * 2**20
-ANSWER_SECONDS = 20.0
 SLACK_SECONDS = 2.0  # the process has to get to the next load, and to say so
 # What UCX may use: what it finds, which is the kernel's copy between processes; or TCP over the loopback.
 TRANSPORTS = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}}
@@ -109,12 +109,6 @@ def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
         yield
     finally:
         os.kill(process.pid, signal.SIGCONT)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + ANSWER_SECONDS
-    while not holds():
-        assert time.monotonic() < ends_at, "it never came to hold"
 
 
 def test_bytes_go_through_nixl_and_all_processes_end_well(

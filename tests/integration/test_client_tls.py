@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from kvstore.transport.breaker import BreakerStatus
 
 pytest.importorskip("cryptography", reason="needs the extra certs")
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.securing import Keyring
 
 NAMESPACE = Namespace(model="model", revision="revision", layout=LAYOUT, tenant="ours")
 LANES = {"wire": "", "grpc": "grpc+"}
 PARALLEL = 16
-ANSWER_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_a_session_ends_with_its_token_and_a_new_token_opens_another(
 
 def test_an_await_that_is_cancelled_in_the_handshake_leaves_no_connection(keyring: Keyring):
     async def give_up(address: str) -> None:
-        async with kvstore.connect_async(address, tls_ca=keyring.ca, lookup_seconds=0.5) as client:
+        async with kvstore.connect_async(address, tls_ca=keyring.ca) as client:
             asking = asyncio.create_task(client.match(NAMESPACE, PROMPT))
             accepted, _ = await asyncio.to_thread(listening.accept)
             asking.cancel()

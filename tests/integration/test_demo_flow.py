@@ -60,7 +60,6 @@ def plan_of(model_dir, **changes):
 
 
 @pytest.mark.kill
-@pytest.mark.timeout(300)
 def test_two_engines_share_one_system_prompt(model_dir):
     steps = []
     report = run_flow(plan_of(model_dir), steps.append)

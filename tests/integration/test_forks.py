@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import kvstore
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore, grpc_address
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +110,7 @@ def run(program: str, *arguments: object) -> str:
         [sys.executable, "-P", "-X", "faulthandler", "-c", BEGIN + program, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=ANSWER_SECONDS,
         cwd=ROOT,
     )
     assert 0 == done.returncode, f"{done.stdout}\n{done.stderr}"

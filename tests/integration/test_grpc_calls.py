@@ -27,6 +27,7 @@ from kvstore.events import EventKind
 from kvstore.hashing import secret_proof
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BASE, BLOCKS, LAYOUT, MIB, PROMPT, SECRETS
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore, grpc_address
 from kvstore.tokens import PROMPT_TOKENS_MAX
 from kvstore.transport.convert import namespace_to_proto
@@ -187,7 +188,7 @@ def test_waiting_for_events_ends_with_the_first_one_or_the_wait(client: Client, 
 def test_watching_events_delivers_what_happens_later(client: Client, local: ServedStore):
     with grpc.insecure_channel(local.addresses[0]) as channel:
         stub = cache_service_pb2_grpc.CacheServiceStub(channel)
-        watch = stub.WatchEvents(cache_service_pb2.WatchEventsRequest(), timeout=30)
+        watch = stub.WatchEvents(cache_service_pb2.WatchEventsRequest(), timeout=ANSWER_SECONDS)
         store_prompt(client, BASE, PROMPT)
         assert [event.sequence for event in next(watch).page.events] == [1]
         client.clear(BASE)

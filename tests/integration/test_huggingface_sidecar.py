@@ -14,6 +14,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 import kvstore
 from kvstore.connectors.huggingface import cached, connector_of, uncache
 from kvstore.demo.processes import start_sidecar
+from kvstore.testing.patience import ANSWER_SECONDS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "huggingface" / "generate.py"
 HOST_BYTES, DISK_BYTES = 64 << 20, 256 << 20
@@ -174,7 +175,9 @@ def test_the_example_reuses_what_an_earlier_run_stored(sidecar, address):
     command = [sys.executable, "-P", str(EXAMPLE), "--address", address, "--patience", "30"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     for has_stored in (False, True):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=one_thread)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=one_thread
+        )
         assert 0 == done.returncode, done.stdout + done.stderr
         number, prompt_tokens, reused, *_, same = done.stdout.splitlines()[1].split()
         assert ("1", "yes") == (number, same)

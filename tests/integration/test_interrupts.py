@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore, grpc_address
 
 SEED = 301
@@ -97,6 +98,9 @@ def test_an_interrupt_at_any_moment_of_a_call_leaves_a_client_that_goes_on(lane:
     with kvstore.open(host_bytes=1 << 22) as store, ServedStore(store, [f"unix://{tmp_path}/s"]) as served:
         address = served.addresses[0] if lane == "wire" else grpc_address(served.addresses[0])
         done = subprocess.run(
-            [sys.executable, "-P", "-c", PROGRAM, address, str(SEED)], capture_output=True, text=True, timeout=90
+            [sys.executable, "-P", "-c", PROGRAM, address, str(SEED)],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_SECONDS,
         )
     assert (0, "well") == (done.returncode, done.stdout.strip()), done.stderr

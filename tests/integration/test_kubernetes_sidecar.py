@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.valkey_server import server_binary
 
 yaml = pytest.importorskip("yaml", reason="of the development tools")
@@ -132,7 +133,7 @@ def probe(name, ready):
     words = container("daemonset.yaml")[name]["exec"]["command"]
     host, _, port = ready["metrics"].rpartition(":")
     asked = [word.replace("/127.0.0.1/9464", f"/{host}/{port}") for word in words]
-    return subprocess.run(asked, capture_output=True, timeout=30, check=False).returncode
+    return subprocess.run(asked, capture_output=True, timeout=ANSWER_SECONDS, check=False).returncode
 
 
 def ask(environment, *words):
@@ -146,7 +147,7 @@ def test_the_sidecar_joins_its_directory_answers_its_probes_and_stops_in_order(s
     (node,) = ask(environment, "nodes")["nodes"]
     assert (NODE, [f"tls://{ENDPOINT}:7070"]) == (node["name"], node["addresses"])
     process.send_signal(signal.SIGTERM)
-    assert 0 == process.wait(timeout=60)
+    assert 0 == process.wait(timeout=ANSWER_SECONDS)
     assert [True, True] == [probe(name, ready) != 0 for name in ("livenessProbe", "readinessProbe")]
 
 

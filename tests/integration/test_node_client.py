@@ -11,6 +11,7 @@ import pytest
 
 import kvstore
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore
 from kvstore.types import Namespace
 
@@ -30,7 +31,9 @@ def node_modules(request: pytest.FixtureRequest) -> Path:
         install = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--prefer-offline"]
         options = ["--ignore-scripts", "--fetch-retries=0", "--fetch-timeout=20000"]
         try:
-            done = subprocess.run([*install, *options, *PACKAGES], capture_output=True, text=True, timeout=90)
+            done = subprocess.run(
+                [*install, *options, *PACKAGES], capture_output=True, text=True, timeout=ANSWER_SECONDS
+            )
         except subprocess.TimeoutExpired:
             pytest.skip("npm did not install @grpc/grpc-js within 90 s")
         if done.returncode:
@@ -47,7 +50,7 @@ def test_a_client_in_another_language_stores_and_loads(node_modules: Path, tmp_p
         ServedStore(store, [f"unix://{tmp_path}/s"]),
     ):
         command = ["node", str(program), str(PROTOS), f"unix:{tmp_path}/s"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
         assert "" == done.stderr
         seen = json.loads(done.stdout)
         counts = dict.fromkeys(("staged", "rows", "committed", "after", "leased", "loaded"), BLOCKS)

@@ -15,6 +15,7 @@ import pytest
 
 import kvstore
 from kvstore.testing.blocks import store_prompt, verified_blocks
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.types import KvLayout, Namespace
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype="float16", block_tokens=4)
@@ -71,7 +72,7 @@ def test_killed_sidecars_leave_nothing_that_a_next_one_does_not_take_away(folder
         assert {"s"} == names(folder / "run")
         assert set() == names(folder / "tmp")
         process.send_signal(signal.SIGTERM)
-        assert 0 == process.wait(60)
+        assert 0 == process.wait(ANSWER_SECONDS)
     assert set() == names(folder / "run")
     left = names(folder / "data")
     assert [] == sorted(name for name in left if name.endswith(".new") or "probe" in name)
@@ -85,7 +86,7 @@ def test_the_memory_of_a_killed_sidecar_goes_with_it(folder: Path) -> None:
         inodes = {inode for pid, inode in host_memory() if pid == process.pid}
         assert inodes
         process.kill()
-        process.wait(60)
+        process.wait(ANSWER_SECONDS)
         assert [] == [pid for pid, inode in host_memory() if inode in inodes]
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from kvstore.cluster.peer_settings import PeerSettings
 from kvstore.errors import DirectoryUnavailableError
 from kvstore.store import StoreSettings
 from kvstore.testing.blocks import store_prompt, verified_blocks
+from kvstore.testing.patience import SLACK_SECONDS, Stopwatch
 from kvstore.testing.peering import PeerNode, boundary_keys
 from kvstore.testing.tcp_proxy import Fault, TcpProxy, flipped
 from kvstore.types import KvLayout, Namespace
@@ -35,9 +35,9 @@ BLOCKS = 128
 CHUNK_BLOCKS = 32
 PROMPT = list(range(BLOCKS * LAYOUT.block_tokens))
 CHUNK_BYTES = CHUNK_BLOCKS * LAYOUT.block_bytes
-SETTINGS = PeerSettings(chunk_bytes=CHUNK_BYTES, answer_seconds_max=0.5, fetch_seconds_max=1.5)
-# The budget of the caller; the rest is for a machine whose cores are busy with something else.
-SLACK_SECONDS = 2.0
+PATIENT = PeerSettings(chunk_bytes=CHUNK_BYTES, answer_seconds_max=60.0, fetch_seconds_max=60.0)
+# Of who is told of silence, and yet gets what is not silent on a machine with much else to do.
+HASTY = PeerSettings(chunk_bytes=CHUNK_BYTES, answer_seconds_max=2.0, fetch_seconds_max=6.0)
 HOLDER_PROGRAM = """
 import sys, kvstore
 from kvstore.testing.serving import ServedStore
@@ -56,7 +56,7 @@ class Cluster:
         self._stack = stack
 
     def start(self, name: str, **options: object) -> PeerNode:
-        given = {"secrets": SECRETS, "peer_settings": SETTINGS, **options}
+        given = {"secrets": SECRETS, "peer_settings": PATIENT, **options}
         return self._stack.enter_context(PeerNode(self.shared, name, **given))  # type: ignore[arg-type]
 
     def proxied(self, name: str) -> tuple[PeerNode, TcpProxy]:
@@ -99,10 +99,11 @@ def announce_stranger(cluster: Cluster, asker: PeerNode, address: str, name: str
 
 def bring(asker: PeerNode, prompt: Sequence[int] = PROMPT) -> int:
     """Ask for a prompt, and wait at most as long as the budget: blocks that came, each of which is asserted right."""
-    began = time.monotonic()
+    watch = Stopwatch()
     with asker.store.prefetch(NAMESPACE, prompt, wait_seconds=60.0):
         pass
-    assert time.monotonic() - began < SETTINGS.fetch_seconds_max + SETTINGS.answer_seconds_max + SLACK_SECONDS
+    settings = asker.peer_settings
+    assert watch.seconds < settings.fetch_seconds_max + settings.answer_seconds_max + SLACK_SECONDS
     assert () == asker.store.verify().problems
     assert 0 == asker.store.stats().stages
     return verified_blocks(asker.store, NAMESPACE, prompt)
@@ -130,7 +131,7 @@ def test_a_byte_that_changed_on_its_way_is_found_and_its_chunk_dropped(cluster: 
 
 def test_what_is_no_answer_at_all_is_no_block(cluster: Cluster) -> None:
     _, proxy = cluster.proxied("holder")
-    asker = cluster.start("asker")
+    asker = cluster.start("asker", peer_settings=HASTY)
     proxy.fault = Fault(change=lambda sent: bytes(len(sent)))
     assert 0 == bring(asker)
     assert {"unavailable": 1} == fetches(asker)
@@ -139,7 +140,7 @@ def test_what_is_no_answer_at_all_is_no_block(cluster: Cluster) -> None:
 @pytest.mark.parametrize("after_bytes", [0, CHUNK_BYTES + 1000])
 def test_a_holder_that_falls_silent_costs_its_time_alone(cluster: Cluster, after_bytes: int) -> None:
     _, proxy = cluster.proxied("holder")
-    asker = cluster.start("asker")
+    asker = cluster.start("asker", peer_settings=HASTY)
     proxy.fault = Fault(after_bytes=after_bytes, held=True)
     assert after_bytes // CHUNK_BYTES * CHUNK_BLOCKS == bring(asker)
     assert {"unavailable": 1} == fetches(asker)
@@ -147,8 +148,8 @@ def test_a_holder_that_falls_silent_costs_its_time_alone(cluster: Cluster, after
 
 def test_a_holder_that_is_slow_gives_what_comes_in_time(cluster: Cluster) -> None:
     _, proxy = cluster.proxied("holder")
-    asker = cluster.start("asker")
-    proxy.fault = Fault(after_bytes=CHUNK_BYTES, bytes_per_second=CHUNK_BYTES)
+    asker = cluster.start("asker", peer_settings=HASTY)
+    proxy.fault = Fault(after_bytes=CHUNK_BYTES, bytes_per_second=CHUNK_BYTES / 8)
     assert BLOCKS > bring(asker) >= CHUNK_BLOCKS
 
 
@@ -180,7 +181,7 @@ def test_a_killed_holder_leaves_a_whole_prefix(cluster: Cluster) -> None:
 
 
 def test_a_stopped_holder_costs_one_answers_time(cluster: Cluster) -> None:
-    asker = cluster.start("asker")
+    asker = cluster.start("asker", peer_settings=HASTY)
     with holder_process() as (process, address):
         with kvstore.connect(address, bulk_seconds=10.0, lookup_seconds=10.0) as client:
             store_prompt(client, NAMESPACE, PROMPT)

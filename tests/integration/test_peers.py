@@ -62,7 +62,7 @@ def test_what_one_node_stored_another_serves_with_the_right_bytes(start_node: Ca
 def test_a_client_of_a_sidecar_gets_what_its_peers_have(start_node: Callable[..., PeerNode]) -> None:
     holder, asker = start_node("holder"), start_node("asker")
     holder.store_and_announce(NAMESPACE, PROMPT)
-    with kvstore.connect(asker.address, lookup_seconds=5.0) as client:
+    with kvstore.connect(asker.address) as client:
         assert BLOCKS == client.prefetch(NAMESPACE, PROMPT, wait_seconds=10.0).host_blocks
         assert BLOCKS == verified_blocks(client, NAMESPACE, PROMPT)
 

@@ -17,13 +17,13 @@ from kvstore.store import Store, StoreSettings
 from kvstore.testing import conformance_sparse
 from kvstore.testing.blocks import expected_part_rows, verified_blocks, write_sparse
 from kvstore.testing.manual_clock import ManualClock
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore, grpc_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROGRAM = Path(__file__).with_name("rank_process.py")
-ANSWER_SECONDS = 30.0
 BLOCKS = 9
 RANKED = dataclasses.replace(conformance_sparse.RANKED, secret=None)
 

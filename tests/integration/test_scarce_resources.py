@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore, grpc_address
 
 PROGRAM = """
@@ -99,7 +100,10 @@ def test_calls_fail_by_name_and_work_again_afterwards(lane: str, scarce: str, tm
     with kvstore.open(host_bytes=1 << 22) as store, ServedStore(store, [f"unix://{tmp_path}/s"]) as served:
         address = served.addresses[0] if lane == "wire" else grpc_address(served.addresses[0])
         done = subprocess.run(
-            [sys.executable, "-P", "-c", PROGRAM, address, scarce], capture_output=True, text=True, timeout=90
+            [sys.executable, "-P", "-c", PROGRAM, address, scarce],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_SECONDS,
         )
     assert (0, "well") == (done.returncode, done.stdout.strip()), done.stderr
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from typing import TYPE_CHECKING
 
@@ -20,11 +19,12 @@ from kvstore.errors import UnauthenticatedError, UnavailableError
 from kvstore.transport.access import hash_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytest.importorskip("cryptography", reason="needs the extra certs")
 from kvstore.certificates import make_certificates
+from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 from kvstore.testing.securing import Keyring
 
 LAYOUT = kvstore.KvLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
@@ -32,7 +32,6 @@ NAMESPACE = kvstore.Namespace(model="m", revision="r", layout=LAYOUT, tenant="te
 NAMED = ["--model", "m", "--revision", "r", "--tenant", "team-a"]
 NAMED += ["--layout", "layers=2,kv_heads=1,head_dim=8,dtype=float32,block_tokens=4"]
 TOKENS = list(range(40))
-SECONDS = 30.0
 
 
 class Secured:
@@ -97,12 +96,6 @@ def secured(keyring: Keyring) -> Iterator[Secured]:
             process.kill()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < ends_at, "it never came to hold"
-
-
 def test_commands_show_a_token_over_tls(secured: Secured, capsys: pytest.CaptureFixture[str]):
     assert 0 == main(["status", *secured.flags(), "--json"])
     assert {"serving": True, "lane": "wire"}.items() <= json.loads(capsys.readouterr().out).items()
@@ -143,7 +136,7 @@ def test_a_token_is_revoked_by_its_entry_and_a_new_one_let_in(secured: Secured):
                 return True
             return False
 
-        until(is_out)
+        wait_until(is_out)
         secured.keyring.let_in("engine", "team-a", "write")
         secured.log_line("loaded again: what=access")
         assert 0 == engine.match(NAMESPACE, TOKENS).blocks
@@ -171,7 +164,7 @@ def test_a_new_certificate_is_used_after_a_hangup_and_a_bad_one_is_not(secured: 
             (renewed / name).replace(secured.keyring.folder / name)
         secured.process.send_signal(signal.SIGHUP)
         secured.log_line("loaded again: what=tls")
-        until(lambda: connects(str(renewed / "ca.pem")))
+        wait_until(lambda: connects(str(renewed / "ca.pem")))
         assert not connects(secured.keyring.ca)
         assert session.namespaces == before.stats().namespaces  # who was connected stays so
     scraped = secured.scrape()
@@ -203,7 +196,7 @@ def test_no_secret_is_in_the_log_the_metrics_or_the_settings_shown(
     settings = [flag for key, value in secured.keyring.settings().items() for flag in ("--set", f"{key}={value}")]
     assert 0 == main(["config", "show", *settings])
     secured.process.send_signal(signal.SIGTERM)
-    out, err = secured.process.communicate(timeout=SECONDS)
+    out, err = secured.process.communicate(timeout=ANSWER_SECONDS)
     shown = "".join((scraped, capsys.readouterr().out, out, err, *secured.log))
     hidden = [*secrets, "C" * 43, *map(hash_of, secrets[:2])]
     assert [] == [text for text in hidden if text in shown or text[8:30] in shown]
@@ -214,7 +207,7 @@ def test_what_is_not_safe_is_refused_in_one_line(keyring: Keyring):
     files = ["--tls-cert", keyring.path("server.pem"), "--tls-key", keyring.path("server.key")]
     done = subprocess.run(
         command("--listen", "tls://0.0.0.0:0", *files),
-        capture_output=True, text=True, check=False, env=environment(), timeout=SECONDS,
+        capture_output=True, text=True, check=False, env=environment(), timeout=ANSWER_SECONDS,
     )  # fmt: skip
     assert (1, "", 1) == (done.returncode, done.stdout, len(done.stderr.splitlines()))
     assert "anybody could come in; set auth.file (`kvstore token new` makes an entry)" in done.stderr

@@ -12,6 +12,7 @@ import kvstore
 from kvstore.errors import NoSpaceError, UnavailableError
 from kvstore.store import StoreSettings, open_store
 from kvstore.testing.blocks import store_prompt, verified_blocks
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.disk_pool import DiskPool
 from kvstore.transport.limits import ServiceLimits
@@ -81,7 +82,7 @@ def test_prefetches_of_a_session_end_with_it(served: Served, client: kvstore.KvS
     prefetches = [client.prefetch(NAMESPACE, prompt_of(name)) for name in range(3)]
     assert [False] * 3 == [prefetch.done for prefetch in prefetches]
     for _ in range(2):
-        assert served.reached.acquire(timeout=10)
+        assert served.reached.acquire(timeout=ANSWER_SECONDS)
     client.close()
     # The third one waits for a thread, so it can end only by being cancelled.
     while served.store.stats().prefetches.get("cancelled", 0) < 1:
@@ -146,7 +147,7 @@ def test_callers_beyond_those_who_may_wait_are_refused_at_once(served: Served, c
 def test_lookups_go_on_while_others_wait_for_the_disk(served: Served, client: kvstore.KvStore) -> None:
     waiting = threading.Thread(target=lambda: client.prefetch(NAMESPACE, prompt_of(0), wait_seconds=None))
     waiting.start()
-    assert served.reached.acquire(timeout=10)
+    assert served.reached.acquire(timeout=ANSWER_SECONDS)
     assert PROMPT_BLOCKS == client.match(NAMESPACE, prompt_of(PROMPTS - 1)).host_blocks
     assert PROMPT_BLOCKS == verified_blocks(client, NAMESPACE, prompt_of(PROMPTS - 1))
     served.gate.set()

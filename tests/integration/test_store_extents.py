@@ -13,6 +13,7 @@ import pytest
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.manual_clock import ManualClock
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tiers.extent_stock import ExtentStock
 from kvstore.types import KvLayout, Namespace, Tier
 
@@ -116,7 +117,7 @@ def test_a_block_that_is_leased_or_dropped_while_it_is_copied_stays_right(
         for name in range(4):
             store_prompt(store, OTHERS, prompt_of(name))
         assert held
-        evicting.join(30)
+        evicting.join(ANSWER_SECONDS)
         rows = np.zeros((PROMPT_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
         assert PROMPT_BLOCKS == held[0].load_into(rows).blocks
         assert np.array_equal(expected_rows(OURS, prompt_of(hot)), rows)

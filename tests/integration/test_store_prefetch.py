@@ -11,6 +11,7 @@ import pytest
 from kvstore.store import Store, StoreSettings, open_store
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.manual_clock import ManualClock
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tiers.disk_pool import DiskPool
 from kvstore.types import KvLayout, Namespace, Tier
 
@@ -164,7 +165,7 @@ def test_a_cancelled_prefetch_ends_without_having_run_or_after_its_batch(
     running = [store.prefetch(NAMESPACE, prompt_of(name)) for name in range(2)]
     waiting = [store.prefetch(NAMESPACE, prompt_of(name)) for name in range(2, 4)]
     for _ in running:
-        assert gate.reached.acquire(timeout=10)
+        assert gate.reached.acquire(timeout=ANSWER_SECONDS)
     for prefetch in waiting:
         prefetch.cancel()
         assert prefetch.done
@@ -204,7 +205,7 @@ def test_what_is_cleared_while_it_comes_up_leaves_nothing(open_full: Callable[..
     store = open_full()
     found(store, 0, touch=True)
     prefetch = store.prefetch(NAMESPACE, prompt_of(0))
-    assert gate.reached.acquire(timeout=10)
+    assert gate.reached.acquire(timeout=ANSWER_SECONDS)
     store.clear(NAMESPACE)
     gate.open()
     prefetch.wait()
@@ -221,13 +222,13 @@ def test_a_store_that_closes_waits_for_what_runs_and_drops_what_waits(
         found(store, name, touch=True)
     prefetches = [store.prefetch(NAMESPACE, prompt_of(name)) for name in range(4)]
     for _ in range(2):
-        assert gate.reached.acquire(timeout=10)
+        assert gate.reached.acquire(timeout=ANSWER_SECONDS)
     closing = threading.Thread(target=store.close)
     closing.start()
     for prefetch in prefetches[2:]:
         prefetch.wait()
     gate.open()
-    closing.join(20)
+    closing.join(ANSWER_SECONDS)
     assert not closing.is_alive()
     assert all(prefetch.done for prefetch in prefetches)
 

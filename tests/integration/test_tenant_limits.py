@@ -14,6 +14,7 @@ import kvstore
 from kvstore.errors import InvalidTokensError, NoSpaceError, PermissionDeniedError
 from kvstore.testing.blocks import expected_rows, store_prompt
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore, grpc_address
 from kvstore.transport import wire
 from kvstore.transport.access import Access, hash_of
@@ -35,7 +36,6 @@ NAMESPACES = {
     name: Namespace(model="model", revision="revision", layout=LAYOUT, tenant=name) for name in ("ours", "theirs")
 }
 OURS, THEIRS = NAMESPACES["ours"], NAMESPACES["theirs"]
-ANSWER_SECONDS = 10.0
 
 
 class Office:

@@ -15,6 +15,7 @@ import pytest
 import kvstore
 from kvstore.testing.blocks import store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore
 from kvstore.transport import wire
 from kvstore.transport.wire import Kind, Lane, Method, Verdict
@@ -141,7 +142,7 @@ def test_a_server_that_speaks_newer_versions_only_is_refused_by_name(
     server = OtherServer(tmp_path, lowest, highest)
     with (
         caplog.at_level("INFO", "kvstore.transport"),
-        kvstore.connect(server.address, control_seconds=1.0) as client,
+        kvstore.connect(server.address) as client,
         pytest.raises(kvstore.UnavailableError),
     ):
         client.stats()
@@ -166,7 +167,7 @@ def test_fields_of_tomorrow_are_ignored_on_both_lanes(tmp_path: Path):
         target = f"unix:{tmp_path}/s"
         with grpc.insecure_channel(target) as channel:
             stats: Any = channel.unary_unary("/kvstore.v1.CacheService/GetStats")
-            assert pb.GetStatsResponse.FromString(stats(UNKNOWN_FIELD, timeout=10)).HasField("stats")
+            assert pb.GetStatsResponse.FromString(stats(UNKNOWN_FIELD, timeout=ANSWER_SECONDS)).HasField("stats")
         with socket.socket(socket.AF_UNIX) as connected:
             connected.connect(f"{tmp_path}/s")
             connected.sendall(wire.encode_client_hello(Lane.CONTROL))

@@ -172,6 +172,6 @@ class ReservedHostMachine(HostMachine):
 
 
 TestHostModel = HostMachine.TestCase
-TestHostModel.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestHostModel.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestReservedHostModel = ReservedHostMachine.TestCase
 TestReservedHostModel.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

@@ -404,6 +404,6 @@ class OtherPoliciesComparison(RadixComparison):
 
 
 TestRadixComparison = RadixComparison.TestCase
-TestRadixComparison.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestRadixComparison.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestOtherPoliciesComparison = OtherPoliciesComparison.TestCase
-TestOtherPoliciesComparison.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestOtherPoliciesComparison.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

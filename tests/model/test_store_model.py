@@ -299,14 +299,14 @@ class WriteThroughStoreMachine(StoreMachine):
     admission = "write_through"
 
 
-COMMON = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+COMMON = settings(max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestStore = StoreMachine.TestCase
 TestStore.settings = COMMON
 TestTightStore = TightStoreMachine.TestCase
 TestTightStore.settings = COMMON
 TestSlicedStore = SlicedStoreMachine.TestCase
-TestSlicedStore.settings = settings(COMMON, max_examples=10)
+TestSlicedStore.settings = settings(COMMON, max_examples=6)
 TestTightSlicedStore = TightSlicedStoreMachine.TestCase
-TestTightSlicedStore.settings = settings(COMMON, max_examples=10)
+TestTightSlicedStore.settings = settings(COMMON, max_examples=6)
 TestWriteThroughStore = WriteThroughStoreMachine.TestCase
 TestWriteThroughStore.settings = settings(COMMON, max_examples=3)

@@ -21,6 +21,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tokens import as_token_array
 from kvstore.types import PLAIN_ROOT, CommitResult, LoadResult, PrefixMatch, Tier, TierRun
 
@@ -49,7 +50,7 @@ class DictStore:
     def _enter(self, method):
         self.calls[method] += 1
         if self.faults.gate is not None:
-            assert self.faults.gate.wait(60)
+            assert self.faults.gate.wait(ANSWER_SECONDS)
         if method in self.faults.errors:
             raise self.faults.errors[method]
 

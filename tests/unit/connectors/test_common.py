@@ -20,6 +20,7 @@ from kvstore.errors import NoSpaceError, StorageError, UnavailableError
 from kvstore.store import StoreSettings, open_store
 from kvstore.testing.blocks import store_prompt
 from kvstore.testing.manual_clock import ManualClock
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.types import PLAIN_ROOT, KvLayout, Namespace, PrefixMatch, Tier, TierRun
 
 
@@ -122,7 +123,7 @@ def test_late_call_fails_within_its_deadline_and_blocks_no_later_caller(guard):
     gate, ended = threading.Event(), threading.Event()
 
     def hang():
-        gate.wait(60)
+        gate.wait(ANSWER_SECONDS)
         ended.set()
 
     late = guard.call(hang, 0.01)
@@ -130,7 +131,7 @@ def test_late_call_fails_within_its_deadline_and_blocks_no_later_caller(guard):
     assert isinstance(late.error, UnavailableError)
     assert isinstance(busy.error, UnavailableError)
     gate.set()
-    assert ended.wait(10)
+    assert ended.wait(ANSWER_SECONDS)
 
 
 def test_background_jobs_run_in_order(stores):
@@ -143,7 +144,7 @@ def test_background_jobs_run_in_order(stores):
 
 def test_full_queue_refuses_at_once_by_jobs_and_by_bytes(stores):
     gate = threading.Event()
-    assert stores.offer(lambda: gate.wait(60), 60)
+    assert stores.offer(lambda: gate.wait(ANSWER_SECONDS), 60)
     assert not stores.has_room(41)
     assert not stores.offer(lambda: None, 41)
     assert stores.offer(lambda: None, 10)
@@ -177,7 +178,7 @@ def test_close_finishes_queued_jobs_and_takes_no_more(stores):
 
 def test_close_drops_what_a_hanging_job_holds_up(stores):
     gate = threading.Event()
-    stores.offer(lambda: gate.wait(60), 1)
+    stores.offer(lambda: gate.wait(ANSWER_SECONDS), 1)
     stores.offer(lambda: None, 1)
     stores.close(0.01)
     gate.set()

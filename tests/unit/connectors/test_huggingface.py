@@ -22,6 +22,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.testing.manual_clock import ManualClock
+from kvstore.testing.patience import ANSWER_SECONDS
 
 BLOCK = 16
 NEW_TOKENS = 20
@@ -589,5 +590,5 @@ def test_a_model_dropped_without_uncache_ends_its_threads(new_llama, store):
     gc.collect()
     assert alive() is None
     for thread in mine:
-        thread.join(10)
+        thread.join(ANSWER_SECONDS)
     assert not any(thread.is_alive() for thread in mine)

@@ -20,6 +20,7 @@ from kvstore.connectors.llama_cpp_states import is_worth_loading, is_worth_stori
 from kvstore.errors import StorageError, UnavailableError
 from kvstore.layer_groups import SequenceState
 from kvstore.testing.manual_clock import ManualClock
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.types import KvLayout, Namespace, Root
 
 ROW_BYTES = 32
@@ -104,7 +105,7 @@ class FaultyStates:
 
         def call(*args, **kwargs):
             if self.gate is not None:
-                assert self.gate.wait(60)
+                assert self.gate.wait(ANSWER_SECONDS)
             if name in self.errors:
                 raise self.errors[name]
             result = method(*args, **kwargs)

@@ -22,6 +22,7 @@ from kvstore.connectors.vllm.settings import VllmSettings
 from kvstore.connectors.vllm.soundness import Soundness
 from kvstore.connectors.vllm.worker import Engine, WorkerParts, WorkerSide
 from kvstore.errors import UnavailableError
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore
 from kvstore.tiers.device import open_copier
 from kvstore.types import KvLayout, Namespace, Root, Tier
@@ -144,7 +145,7 @@ class TinyEngine:
         self.invalid = set()
         self.scheduler.wait_started(30)
         for rank in self.ranks:
-            rank.side._check.wait(30)
+            rank.side._check.wait(ANSWER_SECONDS)
         self.step()
 
     def step(self):

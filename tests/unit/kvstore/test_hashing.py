@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvstore import hashing
 from kvstore._siphash import siphash128
 from kvstore.layer_groups import LayerGroup, Recurrent, SequenceState, SlidingWindow
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.types import KvLayout, Namespace, Root
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -39,7 +40,7 @@ GROUP_CHANGES: list[tuple[LayerGroup, dict[str, object]]] = [
 def test_keys_equal_the_golden_vectors_in_every_process(seed: str, maker: str) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     made = subprocess.run(
-        [sys.executable, str(GOLDEN / maker)], env=environment, capture_output=True, check=True, timeout=60
+        [sys.executable, str(GOLDEN / maker)], env=environment, capture_output=True, check=True, timeout=ANSWER_SECONDS
     )
     golden = GOLDEN / maker.removeprefix("make_").replace(".py", ".json")
     assert json.loads(made.stdout) == json.loads(golden.read_text())

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from kvstore.loop_watch import STALL_TURNS, LoopWatch
+from kvstore.testing.patience import ANSWER_SECONDS
 
 TURN_SECONDS = 0.01
 HANGING = """
@@ -53,7 +54,7 @@ def test_a_loop_that_stands_still_is_counted_named_and_found_well_again(caplog):
     watch = watch_until(stalled)
 
     async def stand_still() -> None:
-        stalled.wait(20)
+        stalled.wait(ANSWER_SECONDS)
         assert watch.stalled
         for _ in range(1000):
             await asyncio.sleep(TURN_SECONDS)
@@ -82,7 +83,7 @@ def test_what_ends_the_work_reaches_the_caller_and_ends_the_watch():
 
 
 def test_a_loop_that_does_not_go_on_ends_the_process_and_says_where():
-    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=ANSWER_SECONDS)
 
     assert 70 == done.returncode
     lines = done.stderr.splitlines()

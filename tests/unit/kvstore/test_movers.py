@@ -4,6 +4,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvstore.store.movers import Movers
+from kvstore.testing.patience import ANSWER_SECONDS
 
 if TYPE_CHECKING:
     import pytest
@@ -45,14 +46,14 @@ def test_a_full_queue_refuses_at_once_and_takes_jobs_again_when_one_has_ended():
     assert [True] * 3 == [movers.offer(job) for job in jobs]
     assert not movers.offer(Job())
     assert 3 == movers.depth
-    assert jobs[0].begun.wait(10)
+    assert jobs[0].begun.wait(ANSWER_SECONDS)
     jobs[0].go_on.set()
-    assert jobs[1].begun.wait(10)  # so the first one has been counted off
+    assert jobs[1].begun.wait(ANSWER_SECONDS)  # so the first one has been counted off
     jobs.append(Job())
     assert movers.offer(jobs[3])
     for job in jobs:
         job.go_on.set()
-    assert all(job.outcome.wait(10) for job in jobs)
+    assert all(job.outcome.wait(ANSWER_SECONDS) for job in jobs)
     movers.close()
     assert ["run"] * 4 == [job.fate for job in jobs]
 
@@ -62,7 +63,7 @@ def test_a_job_can_be_taken_back_until_it_runs():
     running, waiting = Job(), Job()
     movers.offer(running)
     movers.offer(waiting)
-    assert running.begun.wait(10)
+    assert running.begun.wait(ANSWER_SECONDS)
     assert not movers.withdraw(running)
     assert movers.withdraw(waiting)
     assert not movers.withdraw(waiting)
@@ -77,13 +78,13 @@ def test_close_drops_what_waits_and_returns_when_what_runs_has_ended():
     running, waiting = Job(), Job()
     movers.offer(running)
     movers.offer(waiting)
-    assert running.begun.wait(10)
+    assert running.begun.wait(ANSWER_SECONDS)
     closing = threading.Thread(target=movers.close)
     closing.start()
-    assert waiting.outcome.wait(10)
+    assert waiting.outcome.wait(ANSWER_SECONDS)
     assert closing.is_alive()
     running.go_on.set()
-    closing.join(10)
+    closing.join(ANSWER_SECONDS)
     assert ["run", "dropped"] == [running.fate, waiting.fate]
     assert not movers.offer(Job())
     movers.close()
@@ -103,7 +104,7 @@ def test_a_job_that_raises_is_counted_and_the_thread_goes_on(caplog: pytest.LogC
     for job in jobs:
         job.go_on.set()
         assert movers.offer(job)
-    assert all(job.outcome.wait(10) for job in jobs)
+    assert all(job.outcome.wait(ANSWER_SECONDS) for job in jobs)
     movers.close()
     assert [1] == failures
     assert "moving blocks failed" in caplog.text
@@ -116,14 +117,14 @@ def test_a_thread_that_has_died_is_replaced_at_the_next_job(monkeypatch):
     deadly = Job(SystemExit())  # type: ignore[arg-type]  # nothing that a job should raise: the thread does not catch it
     deadly.go_on.set()
     assert movers.offer(deadly)
-    assert deadly.outcome.wait(10)
+    assert deadly.outcome.wait(ANSWER_SECONDS)
     while any(thread.name.startswith("kvstore-mover") for thread in threading.enumerate()):
         pass
 
     job = Job()
     job.go_on.set()
     assert movers.offer(job)
-    assert job.outcome.wait(10)
+    assert job.outcome.wait(ANSWER_SECONDS)
     movers.close()
     assert "run" == job.fate
     assert 0 == movers.depth
@@ -142,5 +143,5 @@ def test_without_a_thread_to_be_had_a_job_is_refused_at_once(monkeypatch):
     job = Job()
     job.go_on.set()
     assert movers.offer(job)
-    assert job.outcome.wait(10)
+    assert job.outcome.wait(ANSWER_SECONDS)
     movers.close()

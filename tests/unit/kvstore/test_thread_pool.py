@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from kvstore.errors import UnavailableError
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.thread_pool import ThreadPool
 
 
@@ -37,7 +38,7 @@ def test_a_job_that_a_busy_pool_cannot_start_is_not_left_to_its_other_thread(mon
     begun, go_on = threading.Event(), threading.Event()
     with ThreadPool(2, "test") as pool:
         pool.submit(lambda: (begun.set(), go_on.wait()))
-        assert begun.wait(10)
+        assert begun.wait(ANSWER_SECONDS)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(UnavailableError):

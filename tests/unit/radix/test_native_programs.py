@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.testing.patience import ANSWER_SECONDS
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 CSRC = ROOT / "radix" / "csrc"
@@ -27,7 +29,11 @@ def compiled(folder: Path, name: str, *flags: str) -> Path:
 
 def test_each_planted_corruption_is_found(tmp_path: Path) -> None:
     done = subprocess.run(
-        [compiled(tmp_path, "planted_corruptions", "-O0")], check=True, capture_output=True, text=True, timeout=60
+        [compiled(tmp_path, "planted_corruptions", "-O0")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=ANSWER_SECONDS,
     )
     found = {name: int(count) for name, count in (line.rsplit(": ", 1) for line in done.stdout.splitlines())}
     assert 0 == found.pop("nothing")
@@ -36,7 +42,6 @@ def test_each_planted_corruption_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_matches_beside_a_writer_race_with_nothing_and_are_right(tmp_path: Path) -> None:
     program = compiled(tmp_path, "threaded_matches", "-O1", "-g", "-fsanitize=thread")
     done = subprocess.run([program, "20000"], check=False, capture_output=True, text=True, timeout=240)

@@ -17,6 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.testing.patience import ANSWER_SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -54,7 +56,7 @@ class Parts:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        assert 0 == self._process.wait(30)
+        assert 0 == self._process.wait(ANSWER_SECONDS)
         self._process.stdout.close()
 
 
@@ -83,7 +85,7 @@ def compressed(begin: int, ticks: list[int]) -> list[int]:
     return flat
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 9), commands)
 def test_runs_are_a_list_of_one_history_for_each_block(parts: Parts, begin: int, ops: list[tuple[int, ...]]) -> None:
     parts.ask("runs", "new", begin)
@@ -188,7 +190,7 @@ def test_ghosts_beyond_their_number_are_thinned_so_that_they_reach_as_far_back(p
     assert min(naive.ticks.values()) < 240_000 - 180_000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, NODES - 1), st.integers(-1, QUEUES - 1), st.integers(0, 5)), max_size=40))
 def test_queues_know_their_lowest_and_highest(parts: Parts, ops: list[tuple[int, int, int]]) -> None:
     answer = parts.ask("queues", "new")
@@ -296,7 +298,7 @@ def test_old_lives_count_less_than_new_ones(parts: Parts) -> None:
     assert values[bin_of(1.0)] < values[bin_of(3.0)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.integers(-30, 3).map(lambda power: 2.0**power), min_size=32, max_size=32),
     st.sampled_from([0.01, 1.0, 7.0]),

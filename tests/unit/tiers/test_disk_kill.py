@@ -150,7 +150,6 @@ def kill_writers(disk: Disk, blocks: Blocks, turns: int, key_path: Path | None =
 
 
 @pytest.mark.kill
-@pytest.mark.timeout(120)
 def test_killed_writers_leave_only_right_blocks(disk: Disk, blocks: Blocks) -> None:
     kill_writers(disk, blocks, 20)
 
@@ -169,7 +168,6 @@ def key_path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.kill
-@pytest.mark.timeout(120)
 def test_killed_writers_of_coded_slots_leave_only_right_blocks(
     disk: Disk, coded_blocks: Blocks, key_path: Path
 ) -> None:

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import pytest
-
 from kvstore.tiers.faults import FaultCounts
 from kvstore.tiers.file_io import SystemIo
 from kvstore.tiers.policy_files import PolicyFiles
@@ -110,7 +108,6 @@ def test_a_smaller_share_than_before_keeps_what_fits(tmp_path: Path) -> None:
     assert [f"{OTHER.hex()}.snapshot"] == [path.name for path in tmp_path.iterdir()]
 
 
-@pytest.mark.timeout(60)
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
     for after_lines in (1, 7, 40, 90):
         with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True) as writer:

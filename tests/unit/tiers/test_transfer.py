@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 from kvstore.errors import ClosedError
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tiers.buffers import AlignedBuffers
 from kvstore.tiers.faults import FaultCounts
 from kvstore.tiers.file_io import SystemIo
@@ -20,7 +21,7 @@ def test_a_failing_job_ends_the_call_only_when_the_others_have_ended() -> None:
         if number == 0:
             first_failed.set()
             raise AssertionError("a programming error")
-        assert first_failed.wait(20)
+        assert first_failed.wait(ANSWER_SECONDS)
         ended.append(number)
 
     with pytest.raises(AssertionError, match="a programming error"):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import UnavailableError
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.transport.breaker import FAILURES_MAX, Breaker, BreakerState, GuardedServer, jittered
 
 STEPS = st.lists(st.sampled_from(["success", "failure", "begin", "well", "ill"]), max_size=40)
@@ -83,7 +84,7 @@ def test_probes_go_on_until_one_is_answered_and_the_thread_ends(monkeypatch: pyt
     guard = GuardedServer("server", probe, changed)
     for _ in range(FAILURES_MAX):
         guard.record_failure(UnavailableError("no"))
-    assert well.wait(10)
+    assert well.wait(ANSWER_SECONDS)
     prober = guard._prober
     assert prober is not None
     prober.join()

@@ -18,6 +18,7 @@ from kvstore.errors import BulkEngineError, ConfigError, InvalidArgumentError, P
 from kvstore.store.settings import StoreSettings
 from kvstore.testing.blocks import expected_rows, store_prompt, verified_blocks
 from kvstore.testing.conformance import BLOCKS, LAYOUT, MIB, PROMPT
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.testing.serving import ServedStore
 from kvstore.testing.vm_engine import VmEngine, VmPeer, VmTransfer
 from kvstore.transport import bulk_choice, bulk_client, nixl_engine
@@ -296,13 +297,13 @@ def test_an_engine_that_could_not_be_polled_once_is_polled_again():
     engine.poll = poll  # type: ignore[method-assign]
     poller = Poller(engine)
     with poller.at_work():
-        assert broken.wait(10.0)
+        assert broken.wait(ANSWER_SECONDS)
         for thread in threading.enumerate():
             if thread.name == "bulk-engine-poll":
-                thread.join(10.0)
+                thread.join(ANSWER_SECONDS)
     polled.clear()
     with poller.at_work():
-        assert polled.wait(10.0)
+        assert polled.wait(ANSWER_SECONDS)
     poller.close()
 
 
@@ -311,7 +312,7 @@ def test_slots_are_held_until_a_transfer_has_ended(engine: BadEngine, host: Bulk
 
     def wait(_: Sequence[Move]) -> None:
         begun.set()
-        go_on.wait(10.0)
+        go_on.wait(ANSWER_SECONDS)
 
     with (
         kvstore.open(None, host_bytes=16 * MIB, settings=StoreSettings(poison_freed=True)) as store,
@@ -324,7 +325,7 @@ def test_slots_are_held_until_a_transfer_has_ended(engine: BadEngine, host: Bulk
         engine.before = wait
         loading = threading.Thread(target=lease.load_into, args=(rows,))
         loading.start()
-        assert begun.wait(10.0)
+        assert begun.wait(ANSWER_SECONDS)
         lease.release()
         left_blocks = store.evict(NAMESPACE, PROMPT)
         go_on.set()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.transport.bulk_socket import SocketTransport
 from kvstore.transport.wire import WireFormatError
 from kvstore.transport.wire_socket import BulkSocket
@@ -15,7 +16,6 @@ from kvstore.transport.wire_socket import BulkSocket
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ANSWER_SECONDS = 10.0
 ROWS = np.random.default_rng(1).integers(0, 256, (6, 1000), dtype=np.uint8)
 
 

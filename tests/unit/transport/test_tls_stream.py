@@ -19,16 +19,15 @@ from kvstore.transport.tls_stream import TlsTransport
 from kvstore.transport.wire_splice import Passages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from kvstore.transport.tls_socket import TlsSocket
 
 pytest.importorskip("cryptography", reason="needs the extra certs")
+from kvstore.testing.patience import ANSWER_SECONDS, until
 from kvstore.testing.securing import Keyring
 
 MANY_BYTES = 3 * 2**20
-ANSWER_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +79,6 @@ def shaken(keyring: Keyring, server_end: socket.socket, client_end: socket.socke
     tls.close()
     client.prepare().settimeout(ANSWER_SECONDS)
     return made[0], client
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(ANSWER_SECONDS):
-        while not holds():  # noqa: ASYNC110  # nobody signals it
-            await asyncio.sleep(0)
 
 
 def test_what_is_said_crosses_in_order_and_the_end_is_told_once(keyring: Keyring):

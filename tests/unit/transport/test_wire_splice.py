@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 from kvstore.transport import wire_splice
 from kvstore.transport.admission import Origins
 from kvstore.transport.principal import Carrier, Origin
 from kvstore.transport.wire_splice import Passages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-ANSWER_SECONDS = 10.0
 ORIGIN = Origin(Carrier.TLS, certificate_names=("CN:somebody",))
 
 
@@ -51,12 +50,6 @@ def inner(tmp_path: Path) -> Iterator[Inner]:
     yield made
     made.passages.stop()
     made.listening.close()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + ANSWER_SECONDS
-    while not holds():
-        assert time.monotonic() < ends_at, "it never came to hold"
 
 
 def receive(connected: socket.socket, size: int) -> bytes:

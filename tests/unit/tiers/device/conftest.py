@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tiers.device import DeviceSettings, open_copier
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class FifoStream:
         with self._changed:
             self._open = False
             self._changed.notify_all()
-        self._thread.join(60)
+        self._thread.join(ANSWER_SECONDS)
 
     def _run(self) -> None:
         while True:

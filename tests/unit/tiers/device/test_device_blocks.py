@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tiers.base import SlotRange
 from kvstore.tiers.device import CopyOutcome, PagedKv
 from kvstore.tiers.device_blocks import DeviceBlocks, DeviceExport, MappedBlocks
@@ -73,11 +74,11 @@ def test_blocks_survive_the_way_through_device_memory(copier, blocks, random_ten
     pages = PagedKv.planes_first(layers)
     expected = packed(tensors, [3, 1])
     slots = blocks.allocate(2)
-    copier.store(pages, [3, 1], blocks.rows, row_ids=slots).wait(60)
+    copier.store(pages, [3, 1], blocks.rows, row_ids=slots).wait(ANSWER_SECONDS)
     for layer in layers:
         layer.zero_()
     loaded = copier.load(pages, [0, 6], blocks.rows, row_ids=slots, holds=[blocks.hold(slots)])
-    assert CopyOutcome.COPIED is loaded.wait(60)
+    assert CopyOutcome.COPIED is loaded.wait(ANSWER_SECONDS)
     assert np.array_equal(expected, packed(tensors, [0, 6]))
     assert SLOTS == blocks.free_slots
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kvstore.errors import ClosedError, ConfigError, InvalidArgumentError, NoSpaceError, UnavailableError
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tiers.device import BlockCopier, CopyOutcome, DeviceSettings, PagedKv, open_copier
 from kvstore.tiers.device_copies import CopyNotBegunError
 from kvstore.tiers.device_cpu import CpuLauncher
@@ -44,7 +45,7 @@ class Gate:
     def __init__(self, stream):
         self._open = threading.Event()
         self._stream = stream
-        stream.give(lambda: self._open.wait(60))
+        stream.give(lambda: self._open.wait(ANSWER_SECONDS))
 
     def open(self):
         self._open.set()
@@ -78,7 +79,7 @@ def test_a_store_waits_for_what_the_engine_computes(copier, pages, tensors, cach
     assert CopyOutcome.PENDING is handle.outcome
     assert (rows == 0xAB).all()
     gate.open()
-    assert CopyOutcome.COPIED is handle.wait(60)
+    assert CopyOutcome.COPIED is handle.wait(ANSWER_SECONDS)
     assert np.array_equal(packed(tensors, IDS), rows)
     assert 1.5 == rows.view(np.float32).max()
 
@@ -91,7 +92,7 @@ def test_a_load_waits_for_what_the_engine_computes(copier, pages, tensors, cache
     rows = poisoned(pages)
     handle = copier.load(pages, IDS, rows, stream=compute)
     gate.open()
-    assert CopyOutcome.COPIED is handle.wait(60)
+    assert CopyOutcome.COPIED is handle.wait(ANSWER_SECONDS)
     assert np.array_equal(rows, packed(tensors, IDS))
 
 
@@ -99,7 +100,7 @@ def test_a_copy_does_not_wait_for_what_is_computed_after_its_submission(copier, 
     compute = streams()
     handle = copier.store(pages, IDS, poisoned(pages), stream=compute)
     gate = Gate(compute)
-    assert CopyOutcome.COPIED is handle.wait(60)
+    assert CopyOutcome.COPIED is handle.wait(ANSWER_SECONDS)
     gate.open()
 
 
@@ -143,8 +144,8 @@ def test_layers_are_loaded_in_order_each_with_a_handle(copier, pages, tensors, s
     handles = copier.load_by_layer(pages, IDS, rows, holds=[hold])
     assert LAYERS == len(handles)
     assert [pages.layer_bytes(range(n, n + 1)) * len(IDS) for n in range(LAYERS)] == [h.bytes for h in handles]
-    assert CopyOutcome.COPIED is handles[0].wait(60)
-    assert {CopyOutcome.COPIED} == {handle.wait(60) for handle in handles}
+    assert CopyOutcome.COPIED is handles[0].wait(ANSWER_SECONDS)
+    assert {CopyOutcome.COPIED} == {handle.wait(ANSWER_SECONDS) for handle in handles}
     assert np.array_equal(rows, packed(tensors, IDS))
     assert 1 == hold.releases
 
@@ -157,13 +158,13 @@ def test_holds_of_a_load_by_layer_outlive_all_layers_but_the_last(copier, pages,
     assert [True, True] == [handle.cancel() for handle in handles[1:]]
     assert 0 == hold.releases
     gate.open()
-    assert CopyOutcome.COPIED is handles[0].wait(60)
+    assert CopyOutcome.COPIED is handles[0].wait(ANSWER_SECONDS)
     assert 1 == hold.releases
 
 
 def test_a_layer_can_be_stored_alone(copier, pages, tensors, packed):
     rows = poisoned(pages)
-    copier.store(pages, IDS, rows, layers=range(1, 2)).wait(60)
+    copier.store(pages, IDS, rows, layers=range(1, 2)).wait(ANSWER_SECONDS)
     width = pages.block_bytes // LAYERS
     assert np.array_equal(packed(tensors[1:2], IDS), rows[:, width : 2 * width])
     assert (rows[:, :width] == 0xAB).all()
@@ -182,10 +183,10 @@ def test_a_cancelled_copy_touches_nothing_and_lets_go_at_once(copier, pages, str
     rows, hold = poisoned(pages), Hold()
     handle = copier.store(pages, IDS, rows, stream=compute, holds=[hold])
     assert handle.cancel()
-    assert (CopyOutcome.CANCELLED, 1) == (handle.wait(60), hold.releases)
+    assert (CopyOutcome.CANCELLED, 1) == (handle.wait(ANSWER_SECONDS), hold.releases)
     assert not handle.cancel()
     gate.open()
-    assert copier.store(pages, IDS, poisoned(pages)).wait(60) is CopyOutcome.COPIED
+    assert copier.store(pages, IDS, poisoned(pages)).wait(ANSWER_SECONDS) is CopyOutcome.COPIED
     assert (rows == 0xAB).all()
     assert 1 == hold.releases
 
@@ -209,17 +210,17 @@ def test_a_copy_that_has_begun_runs_to_its_end_and_holds_until_then(pages, tenso
 
         def run(self):
             begun.set()
-            go_on.wait(60)
+            go_on.wait(ANSWER_SECONDS)
             self._work.run()
 
     rows, hold = poisoned(pages), Hold()
     with BlockCopier(SlowLauncher(1), DeviceSettings()) as copier:
         handle = copier.store(pages, IDS, rows, holds=[hold])
-        assert begun.wait(60)
+        assert begun.wait(ANSWER_SECONDS)
         assert (False, 0) == (handle.cancel(), hold.releases)
         assert not copier.close(0.01)
         go_on.set()
-        assert (CopyOutcome.COPIED, 1) == (handle.wait(60), hold.releases)
+        assert (CopyOutcome.COPIED, 1) == (handle.wait(ANSWER_SECONDS), hold.releases)
     assert np.array_equal(packed(tensors, IDS), rows)
 
 
@@ -235,7 +236,7 @@ def test_one_copy_more_than_the_limit_is_refused_at_once_and_its_holds_stay(page
             copier.load_by_layer(pages, IDS, poisoned(pages), holds=[hold])
         assert 0 == hold.releases
         gate.open()
-        assert {CopyOutcome.COPIED} == {handle.wait(60) for handle in handles}
+        assert {CopyOutcome.COPIED} == {handle.wait(ANSWER_SECONDS) for handle in handles}
         assert (1, 3) == tuple(copier.stats()[direction].refused for direction in Direction)
 
 
@@ -243,7 +244,7 @@ def test_loads_do_not_queue_behind_stores(copier, pages, streams):
     compute = streams()
     gate = Gate(compute)
     store = copier.store(pages, IDS, poisoned(pages), stream=compute)
-    assert CopyOutcome.COPIED is copier.load(pages, IDS, poisoned(pages)).wait(60)
+    assert CopyOutcome.COPIED is copier.load(pages, IDS, poisoned(pages)).wait(ANSWER_SECONDS)
     assert CopyOutcome.PENDING is store.outcome
     gate.open()
 
@@ -281,7 +282,9 @@ os._exit(2)
 
 
 def test_a_forked_process_is_told_to_open_a_copier_of_its_own():
-    done = subprocess.run([sys.executable, "-P", "-c", FORKED], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FORKED], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS
+    )
     assert 0 == done.returncode, done.stderr
 
 
@@ -310,7 +313,7 @@ def test_a_lost_copy_keeps_its_holds_and_ends_the_lane(pages, streams, caplog):
     copier = BlockCopier(FailingLauncher(RuntimeError("the device is gone")), DeviceSettings())
     with caplog.at_level(logging.CRITICAL, "kvstore"):
         handle = copier.store(pages, IDS, poisoned(pages), holds=[hold])
-        assert (CopyOutcome.LOST, 0) == (handle.wait(60), hold.releases)
+        assert (CopyOutcome.LOST, 0) == (handle.wait(ANSWER_SECONDS), hold.releases)
     assert copier.close()
     assert 0 == hold.releases
     assert 1 == copier.stats()[Direction.STORE].lost
@@ -331,7 +334,7 @@ def test_a_lost_copy_keeps_its_holds_and_ends_the_lane(pages, streams, caplog):
 def test_after_a_lost_copy_others_are_refused(pages, caplog):
     copier = BlockCopier(FailingLauncher(RuntimeError("the device is gone")), DeviceSettings())
     with caplog.at_level(logging.CRITICAL, "kvstore"):
-        assert CopyOutcome.LOST is copier.store(pages, IDS, poisoned(pages)).wait(60)
+        assert CopyOutcome.LOST is copier.store(pages, IDS, poisoned(pages)).wait(ANSWER_SECONDS)
         with pytest.raises(UnavailableError, match="kvstore-device-store: an earlier copy was lost"):
             copier.store(pages, IDS, poisoned(pages))
     copier.close()
@@ -343,9 +346,9 @@ def test_a_copy_that_the_device_refused_lets_go_and_the_lane_goes_on(pages, capl
         caplog.at_level(logging.CRITICAL, "kvstore"),
         BlockCopier(FailingLauncher(CopyNotBegunError("no memory")), DeviceSettings()) as copier,
     ):
-        assert CopyOutcome.FAILED is copier.store(pages, IDS, poisoned(pages), holds=[hold]).wait(60)
+        assert CopyOutcome.FAILED is copier.store(pages, IDS, poisoned(pages), holds=[hold]).wait(ANSWER_SECONDS)
         assert 1 == hold.releases
-        assert CopyOutcome.FAILED is copier.store(pages, IDS, poisoned(pages)).wait(60)
+        assert CopyOutcome.FAILED is copier.store(pages, IDS, poisoned(pages)).wait(ANSWER_SECONDS)
     assert 2 == copier.stats()[Direction.STORE].failed
 
 
@@ -357,7 +360,7 @@ def test_a_release_that_raises_is_counted_and_the_others_are_released(copier, pa
     hold = Hold()
     with caplog.at_level(logging.CRITICAL, "kvstore"):
         handle = copier.store(pages, IDS, poisoned(pages), holds=[Broken(), hold])
-        assert (CopyOutcome.COPIED, 1) == (handle.wait(60), hold.releases)
+        assert (CopyOutcome.COPIED, 1) == (handle.wait(ANSWER_SECONDS), hold.releases)
     assert 1 == copier.stats()[Direction.STORE].failed_releases
 
 
@@ -434,7 +437,7 @@ def test_cancelling_1000_copies_at_random_moments_loses_and_reuses_nothing(seed,
             except NoSpaceError:
                 slots.free(taken)
                 for handle in handles[-1:]:
-                    handle.wait(60)
+                    handle.wait(ANSWER_SECONDS)
                 continue
             for _ in range(choose.randint(0, 3000)):
                 pass
@@ -446,7 +449,7 @@ def test_cancelling_1000_copies_at_random_moments_loses_and_reuses_nothing(seed,
         with ThreadPoolExecutor(4) as workers:
             per_worker = list(workers.map(copy_some, [copier] * 4, range(4)))
         handles = [handle for some in per_worker for handle in some]
-        assert {CopyOutcome.COPIED, CopyOutcome.CANCELLED} == {handle.wait(60) for handle in handles}
+        assert {CopyOutcome.COPIED, CopyOutcome.CANCELLED} == {handle.wait(ANSWER_SECONDS) for handle in handles}
     stats = copier.stats()[Direction.STORE]
     assert (1000, 1000) == (stats.submitted, stats.copied + stats.cancelled)
     assert (0, 48) == (slots.stomped, slots.free_slots)
@@ -459,7 +462,7 @@ def test_dropped_handles_do_not_end_their_copies(copier, pages, streams):
     hold = Hold()
     copier.store(pages, IDS, poisoned(pages), stream=compute, holds=[hold])
     gate.open()
-    assert hold.released.wait(60)
+    assert hold.released.wait(ANSWER_SECONDS)
 
 
 def test_the_tensors_of_a_copy_live_as_long_as_it(copier, streams, random_tensor):
@@ -471,7 +474,7 @@ def test_the_tensors_of_a_copy_live_as_long_as_it(copier, streams, random_tensor
     handle = copier.store(PagedKv.latent([layer]), [3], rows, stream=compute)
     del layer
     gate.open()
-    assert CopyOutcome.COPIED is handle.wait(60)
+    assert CopyOutcome.COPIED is handle.wait(ANSWER_SECONDS)
     assert torch.equal(expected.view(torch.uint8), torch.from_numpy(rows[0]))
 
 
@@ -480,7 +483,7 @@ def test_a_kept_handle_keeps_no_tensor_once_the_copy_has_ended(copier, random_te
     gone = weakref.ref(layer)
     handle = copier.store(PagedKv.latent([layer]), [3], np.zeros((1, 4096 * 4), dtype=np.uint8))
     del layer
-    assert CopyOutcome.COPIED is handle.wait(60)
+    assert CopyOutcome.COPIED is handle.wait(ANSWER_SECONDS)
     assert copier.close()
     gc.collect()
     assert gone() is None
@@ -493,7 +496,7 @@ def test_a_cancelled_copy_holds_up_nothing_behind_it(copier, pages, streams):
     handles = [copier.store(pages, IDS, poisoned(pages), stream=stream) for stream in (first, second, None)]
     assert handles[1].cancel()
     gates[0].open()
-    assert CopyOutcome.COPIED is handles[2].wait(60)
+    assert CopyOutcome.COPIED is handles[2].wait(ANSWER_SECONDS)
     gates[1].open()
 
 
@@ -507,16 +510,16 @@ def test_a_lease_is_a_hold(copier, pages):
     tokens = np.arange(16 * len(IDS))
     rows = copier.new_rows(len(IDS), pages.block_bytes)
     with kvstore.open(host_bytes=1 << 24) as store:
-        copier.store(pages, IDS, rows).wait(60)
+        copier.store(pages, IDS, rows).wait(ANSWER_SECONDS)
         with store.stage(namespace, tokens) as stage:
             stage.write_from(rows)
         lease = store.lease(store.match(namespace, tokens))
         loaded = copier.new_rows(lease.blocks, pages.block_bytes)
         lease.load_into(loaded)
-        assert CopyOutcome.COPIED is copier.load(pages, [0, 3, 4], loaded, holds=[lease]).wait(60)
+        assert CopyOutcome.COPIED is copier.load(pages, [0, 3, 4], loaded, holds=[lease]).wait(ANSWER_SECONDS)
         assert 0 == store.stats().leases
     again = copier.new_rows(len(IDS), pages.block_bytes)
-    copier.store(pages, [0, 3, 4], again).wait(60)
+    copier.store(pages, [0, 3, 4], again).wait(ANSWER_SECONDS)
     assert np.array_equal(rows, again)
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from kvstore.errors import InvalidBufferError, UnavailableError
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tiers.device import BlockCopier, CopyOutcome, DeviceSettings, PagedKv, open_copier
 from kvstore.tiers.device_cuda import KERNEL_THREADS, CudaLauncher, OnDevice, contiguous_runs
 from kvstore.tiers.device_driver import CudaDriver
@@ -137,11 +138,11 @@ def test_stores_and_loads_are_those_of_the_model(batch_run_bytes_min, runtime, p
     with copier_of(runtime, batch_run_bytes_min=batch_run_bytes_min) as copier:
         rows = np.zeros((6, pages.block_bytes + 3), dtype=np.uint8)[:, : pages.block_bytes]
         handle = copier.store(pages, IDS, rows, row_ids=[4, 0, 2])
-        assert CopyOutcome.COPIED is handle.wait(60)
+        assert CopyOutcome.COPIED is handle.wait(ANSWER_SECONDS)
         assert np.array_equal(packed(layers, IDS), rows[[4, 0, 2]])
         assert not rows[[1, 3, 5]].any()
         fresh = np.random.default_rng(1).integers(0, 256, (3, pages.block_bytes), dtype=np.uint8)
-        assert CopyOutcome.COPIED is copier.load(pages, IDS, fresh).wait(60)
+        assert CopyOutcome.COPIED is copier.load(pages, IDS, fresh).wait(ANSWER_SECONDS)
         assert np.array_equal(fresh, packed(layers, IDS))
         assert np.array_equal(before, packed(layers, others))
     assert (batch_run_bytes_min == BATCH) == bool(runtime.batches)
@@ -156,7 +157,7 @@ def test_loads_by_layer_are_those_of_the_model(batch_run_bytes_min, runtime, pag
         handles[0].record(runtime.compute)
         runtime.compute.record_event().synchronize()
         assert np.array_equal(rows[:, : pages.layer_bytes(range(1))], packed(layers[:1], IDS))
-        assert {CopyOutcome.COPIED} == {handle.wait(60) for handle in handles}
+        assert {CopyOutcome.COPIED} == {handle.wait(ANSWER_SECONDS) for handle in handles}
         assert np.array_equal(rows, packed(layers, IDS))
 
 
@@ -166,7 +167,7 @@ def test_each_copy_waits_for_the_compute_stream(direction, runtime, pages, layer
     rows = np.full((3, pages.block_bytes), 0xAB, dtype=np.uint8)
     before = packed(layers, IDS)
     with copier_of(runtime) as copier:
-        runtime.compute.give(lambda: delayed.wait(60))
+        runtime.compute.give(lambda: delayed.wait(ANSWER_SECONDS))
         runtime.compute.give(lambda: [tensor.fill_(2.5) for layer in layers for tensor in layer])
         copy = copier.store if direction is Direction.STORE else copier.load
         handle = copy(pages, IDS, rows)
@@ -174,7 +175,7 @@ def test_each_copy_waits_for_the_compute_stream(direction, runtime, pages, layer
         assert (rows == 0xAB).all()
         assert np.array_equal(before, packed(layers, IDS))
         delayed.set()
-        assert CopyOutcome.COPIED is handle.wait(60)
+        assert CopyOutcome.COPIED is handle.wait(ANSWER_SECONDS)
         assert np.array_equal(rows, packed(layers, IDS))
 
 
@@ -182,12 +183,12 @@ def test_one_launch_copies_all_layers_and_blocks_and_takes_no_more_multiprocesso
     pages = PagedKv.latent([random_tensor(BLOCKS, 1 << 16) for _ in range(4)])
     rows = np.zeros((BLOCKS, pages.block_bytes), dtype=np.uint8)
     with copier_of(runtime, multiprocessors_max=3, batch_run_bytes_min=KERNEL) as copier:
-        copier.store(pages, range(BLOCKS), rows).wait(60)
-        copier.store(pages, [0], rows[:1], layers=range(1)).wait(60)
+        copier.store(pages, range(BLOCKS), rows).wait(ANSWER_SECONDS)
+        copier.store(pages, [0], rows[:1], layers=range(1)).wait(ANSWER_SECONDS)
     assert [3, 2] == runtime.grids
     runtime.multiprocessors = 2
     with copier_of(runtime, multiprocessors_max=3, batch_run_bytes_min=KERNEL) as copier:
-        copier.store(pages, range(BLOCKS), rows).wait(60)
+        copier.store(pages, range(BLOCKS), rows).wait(ANSWER_SECONDS)
     assert 2 == runtime.grids[-1]
 
 
@@ -197,7 +198,7 @@ def test_large_batches_are_handed_over_in_several(runtime, random_tensor, packed
     pages = PagedKv.of_pieces(layers)
     rows = np.zeros((3000, pages.block_bytes), dtype=np.uint8)
     with copier_of(runtime, batch_run_bytes_min=1) as copier:
-        copier.store(pages, range(3000), rows).wait(60)
+        copier.store(pages, range(3000), rows).wait(ANSWER_SECONDS)
     assert [8192, 3808] == runtime.batches
     assert np.array_equal(packed(layers, range(3000)), rows)
 
@@ -205,10 +206,10 @@ def test_large_batches_are_handed_over_in_several(runtime, random_tensor, packed
 def test_short_runs_go_by_kernel_and_so_does_everything_without_batches(runtime, pages):
     rows = np.zeros((3, pages.block_bytes), dtype=np.uint8)
     with copier_of(runtime, batch_run_bytes_min=pages.run_bytes_min + 1) as copier:
-        copier.store(pages, IDS, rows).wait(60)
+        copier.store(pages, IDS, rows).wait(ANSWER_SECONDS)
     runtime.has_batches = False
     with copier_of(runtime, batch_run_bytes_min=1) as copier:
-        copier.store(pages, IDS, rows).wait(60)
+        copier.store(pages, IDS, rows).wait(ANSWER_SECONDS)
     assert (2, 0) == (len(runtime.grids), len(runtime.batches))
 
 
@@ -218,8 +219,8 @@ def test_the_table_of_pieces_is_uploaded_once_and_forgotten_with_them(runtime, l
     launcher = CudaLauncher("cpu", DeviceSettings(batch_run_bytes_min=KERNEL), runtime)
     with BlockCopier(launcher, DeviceSettings()) as copier:
         for _ in range(3):
-            copier.store(pages, IDS, rows).wait(60)
-            copier.load(pages, IDS, rows).wait(60)
+            copier.store(pages, IDS, rows).wait(ANSWER_SECONDS)
+            copier.load(pages, IDS, rows).wait(ANSWER_SECONDS)
     assert 1 + 6 == runtime.uploads
     del pages
     gc.collect()
@@ -229,7 +230,7 @@ def test_the_table_of_pieces_is_uploaded_once_and_forgotten_with_them(runtime, l
 def test_no_blocks_are_no_launch(runtime, pages):
     with copier_of(runtime, batch_run_bytes_min=KERNEL) as copier:
         handle = copier.store(pages, [], np.zeros((0, pages.block_bytes), dtype=np.uint8))
-        assert CopyOutcome.COPIED is handle.wait(60)
+        assert CopyOutcome.COPIED is handle.wait(ANSWER_SECONDS)
     assert [] == runtime.grids
 
 
@@ -251,14 +252,14 @@ def test_no_memory_for_the_block_numbers_is_a_failed_copy_that_lets_go(runtime, 
     hold = type("Hold", (), {"release": lambda self: released.append(1)})()
     rows = np.zeros((3, pages.block_bytes), dtype=np.uint8)
     with caplog.at_level(logging.CRITICAL, "kvstore"), copier_of(runtime) as copier:
-        copier.store(pages, IDS, rows).wait(60)
+        copier.store(pages, IDS, rows).wait(ANSWER_SECONDS)
         runtime.upload_error = RuntimeError("CUDA out of memory")
         handle = copier.store(pages, IDS, rows, holds=[hold])
-        assert CopyOutcome.FAILED is handle.wait(60)
+        assert CopyOutcome.FAILED is handle.wait(ANSWER_SECONDS)
         with pytest.raises(UnavailableError, match="the copy is failed and its bytes are undefined"):
             handle.record(runtime.compute)
         runtime.upload_error = None
-        assert CopyOutcome.COPIED is copier.store(pages, IDS, rows, holds=[hold]).wait(60)
+        assert CopyOutcome.COPIED is copier.store(pages, IDS, rows, holds=[hold]).wait(ANSWER_SECONDS)
     assert [1, 1] == released
 
 
@@ -273,7 +274,7 @@ def test_a_launch_that_fails_is_a_lost_copy_that_holds_for_good(runtime, pages, 
     rows = np.zeros((3, pages.block_bytes), dtype=np.uint8)
     with caplog.at_level(logging.CRITICAL, "kvstore"), copier_of(runtime, batch_run_bytes_min=KERNEL) as copier:
         handle = copier.store(pages, IDS, rows, holds=[hold])
-        assert CopyOutcome.LOST is handle.wait(60)
+        assert CopyOutcome.LOST is handle.wait(ANSWER_SECONDS)
         with pytest.raises(UnavailableError, match="undefined: cuLaunchKernel failed with CUDA error 700"):
             handle.record(runtime.compute)
     assert [] == released
@@ -288,7 +289,7 @@ def test_contiguous_runs_cover_a_job_exactly(pages):
         ctypes.memmove(place, address, size)
     expected = np.zeros_like(rows)
     with open_copier() as copier:
-        copier.store(pages, IDS, expected, row_ids=[4, 0, 2], layers=range(1, 3)).wait(60)
+        copier.store(pages, IDS, expected, row_ids=[4, 0, 2], layers=range(1, 3)).wait(ANSWER_SECONDS)
     assert np.array_equal(expected, rows)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.testing.patience import ANSWER_SECONDS
 from kvstore.tiers._core import _copy
 from kvstore.tiers.device_cuda import KERNEL_THREADS, KERNELS, WARP_THREADS, kernel_source
 from kvstore.tiers.device_pages import PIECE_DTYPE
@@ -93,7 +94,7 @@ def run_cases(program: Path, cases: list[tuple[int, Case]]) -> list[tuple[list[n
         stdin += np.array(numbers, dtype=np.uint64).tobytes() + case.table.tobytes() + ids.tobytes() + memory
         model(direction, case, regions, packed)
         expected.append((regions, packed))
-    done = subprocess.run([program], input=stdin, capture_output=True, check=False, timeout=100)
+    done = subprocess.run([program], input=stdin, capture_output=True, check=False, timeout=ANSWER_SECONDS)
     assert 0 == done.returncode, done.stderr.decode()[-4000:]
     return compared(done.stdout, expected)
 
