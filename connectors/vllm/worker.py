@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvstore.connectors.common import SelfCheckError
+from kvstore.connectors.common import SelfCheckError, SparseRows
 from kvstore.connectors.vllm.rows import RowPool
 from kvstore.connectors.vllm.soundness import SelfCheck, Soundness
 from kvstore.errors import KvstoreError
@@ -22,12 +22,12 @@ from kvstore.tiers.device import CopyOutcome
 from kvstore.types import PrefixMatch, Tier, TierRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.api import Lease
     from kvstore.clock import Clock
     from kvstore.connectors.common import CacheClient, ConnectorCounters, Writer
-    from kvstore.connectors.vllm.plan import BlockJob, StepPlan
+    from kvstore.connectors.vllm.plan import BlockJob, PartBlocks, StepPlan
     from kvstore.connectors.vllm.settings import VllmSettings
     from kvstore.tiers.base import Bytes2D
     from kvstore.tiers.device import BlockCopier, CopyHandle, PagedKv
@@ -43,11 +43,20 @@ _CHECK_REVISION = "kvstore self-check"
 
 
 @dataclass(frozen=True, slots=True)
+class WindowPages:
+    """The memory of a group of layers with a window, and which part of each block this rank has there."""
+
+    pages: PagedKv
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
-    """The engine's memory as one rank sees it."""
+    """The engine's memory as one rank sees it: that of full attention, and of each group with a window."""
 
     pages: PagedKv
     copier: BlockCopier
+    windows: tuple[WindowPages, ...] = ()
 
 
 @dataclass(slots=True)
@@ -76,6 +85,7 @@ class _Outcomes:
     lock: threading.Lock = field(default_factory=threading.Lock)
     loaded: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
+    failed_requests: set[str] = field(default_factory=set)
 
 
 class WorkerSide:
@@ -86,12 +96,13 @@ class WorkerSide:
         self._engine = engine
         self._outcomes = _Outcomes()
         self._copies: defaultdict[str, list[CopyHandle]] = defaultdict(list)
+        self._window_copies: list[CopyHandle] = []
         self._held: set[str] = set()
         self._namespace: Namespace | None = None
         self._off = engine is None
         self._threads = ThreadPool(LOAD_THREADS, "vllm-load")
         self._store_thread = ThreadPool(1, "vllm-store")
-        self._load_rows, self._store_rows = self._pools(engine)
+        self._full, *self._windows = [None] if engine is None else self._parts_of(engine)
         self._check = None if engine is None else SelfCheck(self._gives_back, parts.clock)
 
     @property
@@ -103,11 +114,19 @@ class WorkerSide:
         """Take no new work; what is under way is reported all the same."""
         self._off = True
 
-    def settle_copies(self) -> None:
-        """Wait until nothing reads the engine's blocks: some of them are about to be given to other requests."""
-        for handles in self._copies.values():
-            for handle in handles:
-                handle.wait(COPY_SECONDS_MAX)
+    def protect_copies(self, plan: StepPlan) -> None:
+        """Let what this step computes begin behind the copies out of blocks that it may write to.
+
+        These are blocks that slid out of a window since, and all those of requests that lose theirs in this step.
+        """
+        handles = [*self._window_copies, *(handle for of_one in self._copies.values() for handle in of_one)]
+        reused = handles if plan.preempts else self._window_copies
+        if self._engine is not None and reused:
+            stream = self._engine.copier.current_stream()
+            for handle in reused:
+                if handle.outcome is CopyOutcome.PENDING:
+                    handle.record(stream)
+        self._window_copies = []
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the loads of a step, on threads. One that cannot be begun is reported as failed."""
@@ -122,7 +141,7 @@ class WorkerSide:
                 waiting.pop()
         finally:
             for job in waiting:
-                self._report_load(job, 0)
+                self._report_load(job, _Progress())
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out the blocks that a step has filled, behind its computation, and store them later."""
@@ -152,17 +171,27 @@ class WorkerSide:
             failed, self._outcomes.failed_blocks = self._outcomes.failed_blocks, set()
         return failed
 
+    def take_failed_requests(self) -> set[str]:
+        """Requests of which nothing counts as loaded: of an engine with several groups of layers."""
+        with self._outcomes.lock:
+            failed, self._outcomes.failed_requests = self._outcomes.failed_requests, set()
+        return failed
+
     def close(self) -> None:
         """Take no more work; what waits is dropped."""
         self._off = True
         for threads in (self._threads, self._store_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _pools(self, engine: Engine | None) -> tuple[RowPool | None, RowPool | None]:
-        if engine is None:
-            return None, None
-        row_bytes, half = engine.pages.block_bytes, self._parts.settings.buffer_bytes // 2
-        return RowPool(engine.copier, row_bytes, half), RowPool(engine.copier, row_bytes, half)
+    def _parts_of(self, engine: Engine) -> list[_Part]:
+        """What this rank moves of each block; each part has its share of the rows."""
+        found = [(engine.pages, self._parts.writer.part), *((window.pages, window.part) for window in engine.windows)]
+        row_bytes = sum(pages.block_bytes for pages, _ in found)
+        rows = self._parts.settings.buffer_bytes // 2 // row_bytes
+        return [
+            _Part(pages, number, *(RowPool(engine.copier, pages.block_bytes, rows) for _ in range(2)))
+            for pages, number in found
+        ]
 
     @property
     def _is_sound(self) -> bool:
@@ -184,99 +213,165 @@ class WorkerSide:
         """On a thread: load what can be, and report it, whatever happens."""
         progress = _Progress()
         try:
-            if self._engine is not None and self._load_rows is not None and self._is_sound:
-                self._load_into_engine(job, progress, self._engine, self._load_rows, stream=stream)
+            if self._engine is not None and self._is_sound:
+                self._load_into_engine(job, progress, self._engine.copier, stream)
         finally:
-            self._report_load(job, progress.blocks)
+            self._report_load(job, progress)
 
-    def _report_load(self, job: BlockJob, good: int) -> None:
+    def _report_load(self, job: BlockJob, progress: _Progress) -> None:
+        """Of several groups of layers all is loaded or nothing: a shorter prefix needs other blocks of a window."""
+        several = bool(self._parts.layout.groups)
+        good = progress.blocks if progress.is_whole or not several else 0
         self._parts.counters.add(loaded_tokens=good * self._parts.layout.block_tokens)
         with self._outcomes.lock:
-            self._outcomes.failed_blocks.update(job.block_ids[good:])
+            if not several:
+                self._outcomes.failed_blocks.update(job.block_ids[good:])
+            elif not progress.is_whole:
+                self._outcomes.failed_requests.add(job.request_id)
             self._outcomes.loaded.add(job.request_id)
 
-    def _load_into_engine(
-        self, job: BlockJob, progress: _Progress, engine: Engine, pool: RowPool, *, stream: Stream | None
-    ) -> None:
+    def _load_into_engine(self, job: BlockJob, progress: _Progress, copier: BlockCopier, stream: Stream | None) -> None:
         assert self._namespace is not None, "loads come behind the revision"
+        assert self._full is not None, "an engine has layers of full attention"
         end = job.first_block + len(job.block_ids)
         runs = (TierRun(Tier.HOST, end),)
         match = PrefixMatch(self._namespace, job.root, job.tokens.token_array(), end, runs)
-        # Half of the rows for each thread: there is always a run for who asks.
-        run = pool.take(min(len(job.block_ids), pool.count // LOAD_THREADS))
-        assert run is not None, "no thread that loads holds more than its share"
-        buffer = pool.rows(run)
+        full = self._full
 
         def load(lease: Lease) -> None:
-            while progress.blocks < len(job.block_ids):
-                targets = job.block_ids[progress.blocks : progress.blocks + len(buffer)]
-                rows = buffer[: len(targets)]
-                first = job.first_block + progress.blocks
-                good = lease.load_into(rows, from_block=first, part=self._parts.writer.part).blocks
-                if good:
-                    copy = engine.copier.load(engine.pages, targets[:good], rows[:good], stream=stream)
-                    if copy.wait(COPY_SECONDS_MAX) is not CopyOutcome.COPIED:
-                        return
-                progress.blocks += good
-                if good < len(targets):
-                    return
+            for blocks in _fill(copier, full, lease, job.full, stream):
+                progress.blocks += blocks
+            windows = [
+                sum(_fill(copier, part, lease, blocks, stream)) == len(blocks.block_ids)
+                for part, blocks in zip(self._windows, job.windows, strict=True)
+            ]
+            progress.is_whole = progress.blocks == len(job.block_ids) and all(windows)
 
-        try:
-            self._parts.client.load_leased(match, load)
-        finally:
-            pool.give_back(run)
+        self._parts.client.load_leased(match, load)
 
     def _copy_out(self, job: BlockJob) -> int:
-        """Begin to copy a job's blocks into rows, as many as there is room for; how many of them."""
-        engine, pool = self._engine, self._store_rows
-        if engine is None or pool is None or self._namespace is None or not self._is_sound:
+        """Begin to copy a job's blocks into rows, as many as there is room for; how many of them.
+
+        What layers with windows have goes with the last of them, since only then the store knows where it is wanted.
+        """
+        if self._engine is None or self._full is None or self._namespace is None or not self._is_sound:
             return 0
-        done = 0
-        while done < len(job.block_ids):
-            run = pool.take(min(len(job.block_ids) - done, max(1, CHUNK_BYTES // engine.pages.block_bytes)))
-            if run is None:
-                break
-            rows = pool.rows(run)
-            try:
-                copy = engine.copier.store(engine.pages, job.block_ids[done : done + len(run)], rows)
-            except KvstoreError as error:
-                pool.give_back(run)
-                self._parts.counters.count_failure(error)
-                break
-            self._copies[job.request_id].append(copy)
-            self._store_thread.submit(self._store, job, job.first_block + done, copy, _Rows(pool, run, rows))
-            done += len(run)
+        full = self._begin_copies(self._engine.copier, self._full, job.full)
+        done = sum(len(copied.run) for copied in full)
+        windows: list[_Copied] = []
+        if done == len(job.block_ids):
+            for part, blocks in zip(self._windows, job.windows, strict=True):
+                windows += self._begin_copies(self._engine.copier, part, blocks)
+        self._copies[job.request_id] += [copied.handle for copied in (*full, *windows)]
+        self._window_copies += [copied.handle for copied in windows]
+        for copied in full:
+            self._store_thread.submit(self._store, job, copied, windows if copied is full[-1] else [])
         return done
 
-    def _store(self, job: BlockJob, first: int, copy: CopyHandle, held: _Rows) -> None:
+    def _begin_copies(self, copier: BlockCopier, part: _Part, blocks: PartBlocks) -> list[_Copied]:
+        """Begin to copy blocks into rows, until there is no room."""
+        begun: list[_Copied] = []
+        done = 0
+        while done < len(blocks.block_ids):
+            wanted = min(len(blocks.block_ids) - done, max(1, CHUNK_BYTES // part.pages.block_bytes))
+            run = part.store_rows.take(wanted)
+            if run is None:
+                break
+            rows = part.store_rows.rows(run)
+            try:
+                handle = copier.store(part.pages, blocks.block_ids[done : done + len(run)], rows)
+            except KvstoreError as error:
+                part.store_rows.give_back(run)
+                self._parts.counters.count_failure(error)
+                break
+            begun.append(_Copied(part, blocks.first_block + done, run, rows, handle))
+            done += len(run)
+        return begun
+
+    def _store(self, job: BlockJob, full: _Copied, windows: Sequence[_Copied]) -> None:
         """On the store thread: send the rows once they are copied."""
         assert self._namespace is not None, "stores come behind the revision"
-        outcome = copy.wait(COPY_SECONDS_MAX)
+        outcomes = {id(copied): copied.handle.wait(COPY_SECONDS_MAX) for copied in (full, *windows)}
         try:
-            if outcome is CopyOutcome.COPIED and self._is_sound:
-                end = (first + len(held.rows)) * self._parts.layout.block_tokens
-                tokens = job.tokens.token_array()[:end]
+            if outcomes[id(full)] is CopyOutcome.COPIED and self._is_sound:
+                end = (full.first_block + len(full.run)) * self._parts.layout.block_tokens
                 self._parts.client.store(
-                    self._namespace, tokens, held.rows, root=job.root, from_block=first, writer=self._parts.writer
+                    self._namespace,
+                    job.tokens.token_array()[:end],
+                    full.rows,
+                    root=job.root,
+                    from_block=full.first_block,
+                    writer=self._parts.writer,
+                    sparse=[copied.sparse_rows for copied in windows if outcomes[id(copied)] is CopyOutcome.COPIED],
                 )
             else:
-                self._parts.counters.add(dropped_blocks=len(held.rows))
+                self._parts.counters.add(dropped_blocks=len(full.run))
         finally:
-            if outcome not in (CopyOutcome.PENDING, CopyOutcome.LOST):  # what may still be written to is not reused
-                held.pool.give_back(held.run)
+            for copied in (full, *windows):
+                copied.let_go()
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How many leading blocks of a load are in the engine, verified."""
+    """How many leading blocks of a load are in the engine, verified, and whether all that belongs to them is."""
 
     blocks: int = 0
+    is_whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Blocks on their way to the server, in rows of a pool."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What a rank moves of each block in one group of layers: part `number`, or all of it; and rows for that."""
 
-    pool: RowPool
+    pages: PagedKv
+    number: int | None
+    load_rows: RowPool
+    store_rows: RowPool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copied:
+    """Blocks on their way to the server, in rows of a part."""
+
+    part: _Part
+    first_block: int
     run: range
     rows: Bytes2D
+    handle: CopyHandle
+
+    @property
+    def sparse_rows(self) -> SparseRows:
+        """The rows as those of a sparse part."""
+        assert self.part.number is not None, "the part of a window has a number"
+        return SparseRows(self.part.number, self.first_block, self.rows)
+
+    def let_go(self) -> None:
+        """Give the rows back, unless the copy may still write to them."""
+        if self.handle.outcome not in (CopyOutcome.PENDING, CopyOutcome.LOST):
+            self.part.store_rows.give_back(self.run)
+
+
+def _fill(copier: BlockCopier, part: _Part, lease: Lease, blocks: PartBlocks, stream: Stream | None) -> Iterator[int]:
+    """Load blocks of a part into the engine, in runs; how many are right in each, until one is cut short."""
+    if not blocks.block_ids:
+        return
+    # Half of the rows for each thread: there is always a run for who asks.
+    run = part.load_rows.take(min(len(blocks.block_ids), part.load_rows.count // LOAD_THREADS))
+    assert run is not None, "no thread that loads holds more than its share"
+    buffer = part.load_rows.rows(run)
+    try:
+        done = 0
+        while done < len(blocks.block_ids):
+            targets = blocks.block_ids[done : done + len(buffer)]
+            rows = buffer[: len(targets)]
+            good = lease.load_into(rows, from_block=blocks.first_block + done, part=part.number).blocks
+            if good:
+                copy = copier.load(part.pages, targets[:good], rows[:good], stream=stream)
+                if copy.wait(COPY_SECONDS_MAX) is not CopyOutcome.COPIED:
+                    return
+                yield good
+            if good < len(targets):
+                return
+            done += good
+    finally:
+        part.load_rows.give_back(run)

@@ -192,7 +192,7 @@ class TinyEngine:
         answer = self.ask(request)
         count = -(-(len(prompt) + generated) // BLOCK_TOKENS)
         block_ids = [self.free.pop() for _ in range(count)]
-        self.scheduler.allocated(request, block_ids, answer)
+        self.scheduler.allocated(request, (block_ids,), answer)
         loaded = 0
         if answer:
             self.until(lambda: name in self.received)
@@ -201,7 +201,7 @@ class TinyEngine:
             request.num_computed_tokens = loaded
         self.check_loaded(prompt, block_ids, loaded)
         self.compute(request, block_ids, generated)
-        if self.scheduler.finished(request, block_ids):
+        if self.scheduler.finished(request, (block_ids,)):
             self.waiting_frees[name] = block_ids
         else:
             self.free += block_ids
@@ -232,7 +232,7 @@ class TinyEngine:
             for block in range(before // BLOCK_TOKENS, (before + chunk) // BLOCK_TOKENS):
                 for rank in self.ranks:
                     rank.compute(tokens, block, block_ids[block])
-            self.scheduler.scheduled(request.request_id, before + chunk, lambda: block_ids)
+            self.scheduler.scheduled(request.request_id, before + chunk, lambda: (block_ids,))
             self.step()
             request.num_computed_tokens += chunk
             if request.num_computed_tokens == request.num_tokens:
@@ -353,7 +353,7 @@ def test_the_tier_of_what_was_found_is_told(store, new_engine):
     request = Request("b", prompt_of(20))
     engine.scheduler.add(request)
     assert 16 == engine.ask(request)
-    engine.scheduler.allocated(request, list(range(5)), 16)
+    engine.scheduler.allocated(request, (list(range(5)),), 16)
     assert {Tier.HOST: 16} == engine.scheduler.hit_tiers(request, 16)
     engine.until(lambda: "b" in engine.received)
 
@@ -369,11 +369,11 @@ def test_an_abort_at_any_moment_gives_back_every_lease_and_block(store, new_engi
     elif moment != "new":
         assert 16 == engine.ask(request)
     if moment in ("loading", "loaded"):
-        engine.scheduler.allocated(request, list(range(5)), 16)
+        engine.scheduler.allocated(request, (list(range(5)),), 16)
     if moment == "loaded":
         engine.until(lambda: "b" in engine.received)
         request.num_computed_tokens = 16
-    assert engine.scheduler.finished(request, list(range(5))) is False
+    assert engine.scheduler.finished(request, (list(range(5)),)) is False
     engine.until(lambda: not engine.scheduler.leased_requests and not store.stats().leases)
     assert 0 == engine.scheduler.held_requests
 
@@ -406,9 +406,9 @@ def test_a_worker_that_is_switched_off_still_says_when_it_reads_no_block_any_mor
     engine.ranks[0].side.switch_off()
     request = Request("b", prompt_of(20, seed=2))
     engine.scheduler.add(request)
-    engine.scheduler.scheduled("b", 20, lambda: list(range(5)))
+    engine.scheduler.scheduled("b", 20, lambda: (list(range(5)),))
     request.num_computed_tokens = 20
-    assert engine.scheduler.finished(request, list(range(5))) is True
+    assert engine.scheduler.finished(request, (list(range(5)),)) is True
     engine.waiting_frees["b"] = []
     engine.until(lambda: not engine.scheduler.held_requests)
     assert engine.scheduler._soundness is Soundness.UNSOUND
