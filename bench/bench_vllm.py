@@ -6,9 +6,10 @@ PYTHON is that of an environment with vLLM and kvstore (make engines). Three eng
 at work at a time, request by request: `plain` has no connector, `gone` one whose server was never there, `live` one
 with a sidecar. A round is one request of each, so a ratio is of two that ran one after the other: `paired_wall` and
 `paired_cpu` are the median and the quartiles of these, seconds on the clock and CPU seconds of the whole process; other
-work on the machine disturbs the latter least. The first rounds warm up and do not count. No prompt comes twice but where a hit is measured, and there the
-engine forgets its own cache before. `scheduler` is the connector's half in vLLM's scheduler without vLLM, on prompts of
-1,024 to 32,768 tokens: CPU microseconds of the thread in each call, waits excluded since another thread has them.
+work on the machine disturbs the latter least. The first rounds warm up and do not count. No prompt comes twice but
+where a hit is measured, and there the engine forgets its own cache before. `scheduler` is the connector's half in
+vLLM's scheduler without vLLM, on prompts of 1,024 to 32,768 tokens: CPU microseconds of the thread in each call, waits
+excluded since another thread has them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,14 @@ from vllm.distributed import get_tensor_model_parallel_rank
 import kvstore
 from kvstore.clock import SystemClock
 from kvstore.connectors.common import CacheClient, ConnectorCounters, Writer
-from kvstore.connectors.vllm.layout import cache_groups, describe_layout, find_revision, rank_layout, rank_part
+from kvstore.connectors.vllm.layout import (
+    cache_groups,
+    describe_layout,
+    find_revision,
+    rank_layout,
+    rank_part,
+    whole_requests_reason,
+)
 from kvstore.connectors.vllm.pages import check_copies, engine_pages
 from kvstore.connectors.vllm.scheduler import SchedulerParts, SchedulerSide
 from kvstore.connectors.vllm.settings import parse_settings
@@ -42,6 +49,10 @@ class Assembly:
         self.store = connect(self.settings)
         self._counters = counters
         self._vllm_config = vllm_config
+        reason = whole_requests_reason(vllm_config, self.layout) if self.settings.by_layer else None
+        if reason is not None:
+            logger.warning("kvstore connector loads and stores whole requests, though by_layer is set: %s", reason)
+        self.by_layer = self.settings.by_layer and reason is None
         self._kv_cache_config = kv_cache_config
 
     def scheduler_side(self) -> SchedulerSide:
@@ -56,6 +67,7 @@ class Assembly:
             tuple(group.table for group in cache_groups(self._kv_cache_config)),
             # Where an image's tokens look at those behind them, a block's end may cut what they depend on.
             serves_contents=not self._vllm_config.model_config.is_mm_prefix_lm,
+            by_layer=self.by_layer,
         )
         return SchedulerSide(
             parts, lambda: self.settings.revision or find_revision(self._vllm_config, vllm.__version__)
@@ -77,6 +89,7 @@ class Assembly:
             self._namespaces(),
             writer,
             rank in layout.writers,
+            self._kv_cache_config.kv_cache_groups[0].layer_names if self.by_layer else (),
         )
         return WorkerSide(parts, None if kv_caches is None else self._engine(kv_caches))
 

@@ -1,8 +1,9 @@
 """KvstoreConnector: vLLM's KVConnectorBase_V1 on top of the two halves in `scheduler.py` and `worker.py`.
 
 Written for the interface of vLLM 0.32 (vllm/distributed/kv_transfer/kv_connector/v1/base.py). Loads and stores are
-asynchronous and of whole requests: the engine runs its full CUDA graphs. Nothing raises into the engine: a connector
-that cannot work, or fails, says so in one log line, and the engine computes everything as without it.
+asynchronous and of whole requests, so the engine runs its full CUDA graphs, unless the setting `by_layer` is on.
+Nothing raises into the engine: a connector that cannot work, or fails, says so in one log line, and the engine
+computes everything as without it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self._guard.run(self._reporter.take, None)
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether the hooks between layers do anything: a full CUDA graph would leave them out."""
+        return extra_config.get("by_layer") is True
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstoreStats:
         """The counts as they arrive in another process."""
         return KvstoreStats(data=data or {})
@@ -142,6 +148,8 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             set(connector_output.failed_recving or ()),
         )
         self._guard.run(said, None)
+        if isinstance(state, WorkerState):
+            self._guard.run(partial(self._scheduler.layers_said, state.loaded_in_step, state.failures), None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; true if its blocks are kept until nothing reads them."""
@@ -188,10 +196,14 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._guard.run(partial(self._worker.start_loads, self._bound_plan()), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded while a step computes."""
+        """Let a layer be computed behind what is loaded of it, where loads go by layer."""
+        if self._worker is not None:
+            self._guard.run(partial(self._worker.wait_layer, layer_name), None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is stored layer by layer."""
+        """Begin to store what this step has filled of a layer, where stores go by layer."""
+        if self._worker is not None:
+            self._guard.run(partial(self._worker.save_layer, layer_name, self._bound_plan()), None)
 
     def wait_for_save(self) -> None:
         """Begin to store what this step has filled; nothing is waited for."""
@@ -216,7 +228,10 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def build_connector_worker_meta(self) -> WorkerState:
         """What this worker knows of the server."""
-        return WorkerState(Soundness.UNSOUND if self._worker is None else self._worker.soundness)
+        worker = self._worker
+        if worker is None:
+            return WorkerState(Soundness.UNSOUND)
+        return WorkerState(worker.soundness, frozenset(worker.take_loaded_in_step()), worker.layer_failures)
 
     def _bound_plan(self) -> StepPlan:
         return _plan_of(self._get_connector_metadata())

@@ -83,6 +83,19 @@ def describe_layout(vllm_config: Any, kv_cache_config: Any) -> KvLayout:  # noqa
     )
 
 
+def whole_requests_reason(vllm_config: Any, layout: KvLayout) -> str | None:  # noqa: ANN401  # vLLM's own class
+    """Why loads and stores cannot go layer by layer in this engine; None if they can."""
+    if layout.groups:
+        return "the model has several groups of cache layers, of which vLLM cannot compute again what failed in a step"
+    if layout.tensor_parallel > 1:
+        return "with several ranks, one would store what another's failed load has spoiled"
+    if vllm_config.parallel_config.use_ubatching:
+        return "a step is split into microbatches, each of which goes through all layers"
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        return "full CUDA graphs leave out what happens between layers"
+    return None
+
+
 def rank_layout(layout: KvLayout) -> KvLayout:
     """The layout of what one rank has of a block, as if it were all: for checks that one rank makes alone."""
     writers = layout.tensor_writers

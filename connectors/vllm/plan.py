@@ -68,11 +68,13 @@ class BlockJob:
 class StepPlan:
     """The work of one step. `held` are requests that have ended: the worker says when nothing reads their blocks.
 
-    `preempts` where requests lose their blocks in this step, so that others may write to them.
+    `preempts` where requests lose their blocks in this step, so that others may write to them. `known_failures` are the
+    loads by layer that failed before this step was planned: what was planned without knowing of one may be spoiled.
     """
 
     revision: str | None = None
     preempts: bool = False
+    known_failures: int = 0
     loads: list[BlockJob] = field(default_factory=list)
     stores: list[BlockJob] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
@@ -81,8 +83,9 @@ class StepPlan:
 class PackedTokens:
     """The token ids of one request, packed as they are learned. Never shrinks; knows each token once.
 
-    With `contents`, the blocks that they touch are packed as their keys, and only whole blocks are taken over. Packing costs 20 ns a token, handing out what is packed a look at each piece, so the long first piece is packed
-    beside a lookup and not by the scheduler.
+    With `contents`, blocks that they touch are packed as their keys, and only whole blocks are taken over. Packing
+    costs 20 ns a token, handing out what is packed a look at each piece, so the long first piece is packed beside a
+    lookup and not by the scheduler.
     """
 
     def __init__(self, contents: ContentKeys | None = None) -> None:

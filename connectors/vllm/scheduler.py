@@ -59,6 +59,7 @@ class SchedulerParts:
 
     `tables` are the places of vLLM's block tables: that of full attention, then one for each group of the layout.
     `serves_contents` unless the KV of an image's tokens is more than its beginning decides.
+    With `by_layer`, loads happen inside the step that uses them.
     """
 
     client: CacheClient
@@ -69,6 +70,7 @@ class SchedulerParts:
     namespace: Callable[[str], Namespace]
     tables: tuple[int, ...] = (0,)
     serves_contents: bool = True
+    by_layer: bool = False
     adapters: AdapterDigests = field(default_factory=AdapterDigests)
 
 
@@ -87,6 +89,7 @@ class SchedulerSide:
         self._weights_epoch = parts.settings.weights_version
         self._off = False
         self._soundness = Soundness.CHECKING
+        self._failures = 0
         # Set once by the thread below, and only read by others.
         self._namespace: Namespace | None = None
         self._starting = threading.Thread(
@@ -153,7 +156,7 @@ class SchedulerSide:
         _learn(tracked, tracked.lookup)
         promise = tracked.lookup.promise
         tokens = 0 if promise is None else promise.blocks * self._block_tokens - computed_tokens
-        return (tokens, True) if tokens > 0 else NOTHING_TO_LOAD
+        return (tokens, not self._parts.by_layer) if tokens > 0 else NOTHING_TO_LOAD
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:  # noqa: ANN401
         """The engine has given a request its blocks; `external_tokens` of them it wants to be loaded."""
@@ -216,6 +219,7 @@ class SchedulerSide:
     def take_plan(self) -> StepPlan:
         """What the worker is to do in this step."""
         plan, self._plan = self._plan, StepPlan()
+        plan.known_failures = self._failures
         plan.revision = None if self._namespace is None else self._namespace.revision
         return plan
 
@@ -226,7 +230,7 @@ class SchedulerSide:
         if tracked is None:
             return False
         self._drop_lookup(tracked)
-        if request_id in self._loads:
+        if request_id in self._loads and not self._parts.by_layer:
             return False  # vLLM itself keeps the blocks until the worker says how the load ended
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         blocks = storable_blocks(computed, request.num_tokens, self._block_tokens)
@@ -262,6 +266,11 @@ class SchedulerSide:
             ended = self._loads.pop(request_id, None)
             if ended is not None:
                 self._lookups.release(ended.promise)
+
+    def layers_said(self, ended: Collection[str], failures: int) -> None:
+        """Behind `worker_said`: which loads by layer have ended, and how many have failed since the start."""
+        self._failures = max(self._failures, failures)
+        self.worker_said(set(), set(ended), set())
 
     def reset(self) -> None:
         """The weights have changed, or the engine's cache was reset: nothing of before is found from now on."""

@@ -11,9 +11,11 @@ import logging
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.connectors.common import SelfCheckError, SparseRows
+from kvstore.connectors.vllm.by_layer import LayeredCopy, LayeredLoad
 from kvstore.connectors.vllm.rows import RowPool
 from kvstore.connectors.vllm.soundness import SelfCheck, Soundness
 from kvstore.errors import KvstoreError
@@ -23,6 +25,7 @@ from kvstore.types import PrefixMatch, Tier, TierRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeAlias
 
     from kvstore.api import Lease
     from kvstore.clock import Clock
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
     from kvstore.tiers.device import BlockCopier, CopyHandle, PagedKv
     from kvstore.tiers.device_copies import Stream
     from kvstore.types import KvLayout, Namespace
+
+    AnyCopy: TypeAlias = CopyHandle | LayeredCopy
+    BeginCopy: TypeAlias = Callable[[tuple[int, ...], Bytes2D], AnyCopy]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +69,8 @@ class Engine:
 class WorkerParts:
     """What the worker's half is made of.
 
-    `check_client` may take longer than `client`. `writes` is false where another rank writes the same bytes.
+    `check_client` may take longer than `client`. `writes` is false where another rank writes the same bytes. `layers`
+    are the names of those that are loaded and stored by layer; without any, whole requests are, between steps.
     """
 
     client: CacheClient
@@ -76,6 +83,7 @@ class WorkerParts:
     namespace: Callable[[str], Namespace]
     writer: Writer
     writes: bool
+    layers: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -95,8 +103,13 @@ class WorkerSide:
         self._parts = parts
         self._engine = engine
         self._outcomes = _Outcomes()
-        self._copies: defaultdict[str, list[CopyHandle]] = defaultdict(list)
-        self._window_copies: list[CopyHandle] = []
+        self._copies: defaultdict[str, list[AnyCopy]] = defaultdict(list)
+        self._window_copies: list[AnyCopy] = []
+        self._layers = {name: place for place, name in enumerate(parts.layers)}
+        self._layered_loads: list[LayeredLoad] = []
+        self._layered_stores: list[tuple[BlockJob, list[_Copied]]] = []
+        self._loaded_in_step: set[str] = set()
+        self._layer_failures = 0
         self._held: set[str] = set()
         self._namespace: Namespace | None = None
         self._off = engine is None
@@ -137,19 +150,59 @@ class WorkerSide:
                 self._check.poll()
             stream = None if self._engine is None else self._engine.copier.current_stream()
             while waiting:
-                self._threads.submit(self._load, waiting[-1], stream)
+                if self._layers:
+                    self._begin_layered(waiting[-1], stream)
+                else:
+                    self._threads.submit(self._load, waiting[-1], stream)
                 waiting.pop()
         finally:
             for job in waiting:
-                self._report_load(job, _Progress())
+                self._refuse_load(job)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out the blocks that a step has filled, behind its computation, and store them later."""
+        self._end_layered_loads()
         self._held.update(plan.held)
         self._learn(plan)
+        begun, self._layered_stores = self._layered_stores, []
+        for job, copies in begun:
+            self._end_layered_store(job, copies, plan)
+        done = {id(job) for job, _ in begun}
         for job in plan.stores:
-            if self._parts.writes:
-                self._parts.counters.add(dropped_blocks=len(job.block_ids) - self._copy_out(job))
+            if self._parts.writes and id(job) not in done:
+                copied = 0 if self._may_be_spoiled(plan) else self._copy_out(job)
+                self._parts.counters.add(dropped_blocks=len(job.block_ids) - copied)
+
+    @property
+    def layer_failures(self) -> int:
+        """How many loads by layer have failed, or were cut short."""
+        return self._layer_failures
+
+    def take_loaded_in_step(self) -> set[str]:
+        """Requests whose loads by layer have ended, however, since this was asked last."""
+        ended, self._loaded_in_step = self._loaded_in_step, set()
+        return ended
+
+    def wait_layer(self, layer_name: str) -> None:
+        """Let the engine compute a layer behind what is loaded of it in this step."""
+        layer = self._layers.get(layer_name)
+        if layer is not None and self._layered_loads and self._engine is not None:
+            stream = self._engine.copier.current_stream()
+            for load in self._layered_loads:
+                load.wait_layer(layer, stream)
+
+    def save_layer(self, layer_name: str, plan: StepPlan) -> None:
+        """A layer of this step is computed: begin to copy out what it has filled."""
+        layer = self._layers.get(layer_name)
+        if layer is None or not plan.stores or self._off or not self._parts.writes or self._may_be_spoiled(plan):
+            return
+        if not self._layered_stores:
+            self._learn(plan)
+            self._layered_stores = [(job, self._plan_layers(job)) for job in plan.stores]
+        for _, copies in self._layered_stores:
+            for copied in copies:
+                assert isinstance(copied.handle, LayeredCopy), "planned above"
+                copied.handle.copy_layer(layer)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Held requests whose blocks nothing reads any more, and requests whose loads have ended."""
@@ -256,19 +309,101 @@ class WorkerSide:
         """
         if self._engine is None or self._full is None or self._namespace is None or not self._is_sound:
             return 0
-        full = self._begin_copies(self._engine.copier, self._full, job.full)
+        store = self._engine.copier.store
+        full = self._begin_copies(partial(store, self._full.pages), self._full, job.full)
         done = sum(len(copied.run) for copied in full)
         windows: list[_Copied] = []
         if done == len(job.block_ids):
             for part, blocks in zip(self._windows, job.windows, strict=True):
-                windows += self._begin_copies(self._engine.copier, part, blocks)
+                windows += self._begin_copies(partial(store, part.pages), part, blocks)
         self._copies[job.request_id] += [copied.handle for copied in (*full, *windows)]
         self._window_copies += [copied.handle for copied in windows]
         for copied in full:
             self._store_thread.submit(self._store, job, copied, windows if copied is full[-1] else [])
         return done
 
-    def _begin_copies(self, copier: BlockCopier, part: _Part, blocks: PartBlocks) -> list[_Copied]:
+    def _may_be_spoiled(self, plan: StepPlan) -> bool:
+        """Whether this step may have computed with blocks that a load left empty, which was not known when planned."""
+        return plan.known_failures < self._layer_failures
+
+    def _refuse_load(self, job: BlockJob) -> None:
+        if not self._layers:
+            self._report_load(job, _Progress())
+            return
+        load = LayeredLoad(job)
+        load.end()
+        self._layered_loads.append(load)
+
+    def _begin_layered(self, job: BlockJob, stream: Stream | None) -> None:
+        load = LayeredLoad(job)
+        self._threads.submit(self._fill_layered, load, stream)
+        self._layered_loads.append(load)
+
+    def _fill_layered(self, load: LayeredLoad, stream: Stream | None) -> None:
+        """On a thread: read a load and copy it by layer, whatever happens."""
+        full, engine = self._full, self._engine
+        run = None
+        try:
+            if full is None or engine is None or stream is None or not self._is_sound:
+                return
+            assert self._namespace is not None, "loads come behind the revision"
+            job, end = load.job, load.job.first_block + len(load.job.block_ids)
+            match = PrefixMatch(self._namespace, job.root, job.tokens.token_array(), end, (TierRun(Tier.HOST, end),))
+            run = full.load_rows.take(min(len(job.block_ids), full.load_rows.count // LOAD_THREADS))
+            assert run is not None, "no thread that loads holds more than its share"
+            rows = full.load_rows.rows(run)
+            part = self._parts.writer.part
+            self._parts.client.load_leased(
+                match, lambda lease: load.fill(lease, engine.copier, full.pages, rows, part=part, stream=stream)
+            )
+        finally:
+            if full is not None and run is not None:
+                full.load_rows.give_back(run)
+            load.end()
+
+    def _end_layered_loads(self) -> None:
+        """The step has computed: say which of its loads have not come."""
+        loads, self._layered_loads = self._layered_loads, []
+        for load in loads:
+            good = load.wait_end()
+            self._parts.counters.add(loaded_tokens=good * self._parts.layout.block_tokens)
+            if good < len(load.job.block_ids):
+                self._layer_failures += 1
+                with self._outcomes.lock:
+                    self._outcomes.failed_blocks.update(load.job.block_ids[good:])
+            self._loaded_in_step.add(load.job.request_id)
+
+    def _plan_layers(self, job: BlockJob) -> list[_Copied]:
+        """Rows for a job's blocks, as many as there are, whose layers are still to be copied."""
+        engine, full = self._engine, self._full
+        if engine is None or full is None or self._namespace is None or not self._is_sound:
+            return []
+
+        def begin(ids: tuple[int, ...], rows: Bytes2D) -> LayeredCopy:
+            layer = partial(_store_layer, engine.copier, full.pages, ids, rows)
+            return LayeredCopy(layer, len(self._layers))
+
+        return self._begin_copies(begin, full, job.full)
+
+    def _end_layered_store(self, job: BlockJob, copies: list[_Copied], plan: StepPlan) -> None:
+        for copied in copies:
+            assert isinstance(copied.handle, LayeredCopy), "planned by _plan_layers"
+            copied.handle.copy_rest()
+            if copied.handle.error is not None:
+                self._parts.counters.count_failure(copied.handle.error)
+        self._copies[job.request_id] += [copied.handle for copied in copies]
+        send = self._drop if self._may_be_spoiled(plan) else self._store
+        for copied in copies:
+            self._store_thread.submit(send, job, copied, [])
+        self._parts.counters.add(dropped_blocks=len(job.block_ids) - sum(len(copied.run) for copied in copies))
+
+    def _drop(self, _job: BlockJob, copied: _Copied, _windows: Sequence[_Copied]) -> None:
+        """On the store thread: give up rows of what may have been computed from nothing."""
+        copied.handle.wait(COPY_SECONDS_MAX)
+        self._parts.counters.add(dropped_blocks=len(copied.run))
+        copied.let_go()
+
+    def _begin_copies(self, begin: BeginCopy, part: _Part, blocks: PartBlocks) -> list[_Copied]:
         """Begin to copy blocks into rows, until there is no room."""
         begun: list[_Copied] = []
         done = 0
@@ -279,7 +414,7 @@ class WorkerSide:
                 break
             rows = part.store_rows.rows(run)
             try:
-                handle = copier.store(part.pages, blocks.block_ids[done : done + len(run)], rows)
+                handle = begin(blocks.block_ids[done : done + len(run)], rows)
             except KvstoreError as error:
                 part.store_rows.give_back(run)
                 self._parts.counters.count_failure(error)
@@ -337,7 +472,7 @@ class _Copied:
     first_block: int
     run: range
     rows: Bytes2D
-    handle: CopyHandle
+    handle: AnyCopy
 
     @property
     def sparse_rows(self) -> SparseRows:
@@ -349,6 +484,12 @@ class _Copied:
         """Give the rows back, unless the copy may still write to them."""
         if self.handle.outcome not in (CopyOutcome.PENDING, CopyOutcome.LOST):
             self.part.store_rows.give_back(self.run)
+
+
+def _store_layer(
+    copier: BlockCopier, pages: PagedKv, block_ids: tuple[int, ...], rows: Bytes2D, layers: range
+) -> CopyHandle:
+    return copier.store(pages, block_ids, rows, layers=layers)
 
 
 def _fill(copier: BlockCopier, part: _Part, lease: Lease, blocks: PartBlocks, stream: Stream | None) -> Iterator[int]:

@@ -69,10 +69,10 @@ def prompts_of(count, step):
 def answers(start_engine, start_server, new_address):
     """What a model answers without a connector, what a first engine over a sidecar does, and what a second one."""
 
-    def run(options, prompts, max_tokens):
+    def run(options, prompts, max_tokens, settings=None):
         address, found = None, []
         for _ in range(3):
-            engine = start_engine(address, **options)
+            engine = start_engine(address, settings, **options)
             found.append(engine.ask("generate", prompts=prompts, max_tokens=max_tokens))
             if address is not None:
                 found[-1]["counts"] = engine.ask("wait_stored")
@@ -115,6 +115,18 @@ def test_two_engines_with_a_group_for_windows_answer_as_without_a_connector(answ
     assert found[2]["counts"]["loaded_tokens"] > 0
     assert found[2]["cut"]["counts"]["loaded_tokens"] == found[2]["counts"]["loaded_tokens"]  # all or nothing
     record_vllm("prompts, two groups of layers, loads that break off", "full attention and sliding windows", "Gemma3")
+
+
+@pytest.mark.slow
+def test_loads_and_stores_by_layer_change_no_answer(answers, record_vllm):
+    prompts = prompts_of(24, 7)
+    found = answers({}, prompts, max_tokens=16, settings={"by_layer": True})
+    check_equal(found, prompts)
+    whole = [(len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts]
+    assert found[2]["cached"] == whole
+    assert found[2]["counts"]["loaded_tokens"] > 0
+    assert found[2]["cut"]["counts"]["loaded_tokens"] > found[2]["counts"]["loaded_tokens"]  # the first block of each
+    record_vllm("loads and stores by layer, loads that break off")
 
 
 @pytest.mark.slow

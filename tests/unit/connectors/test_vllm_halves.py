@@ -413,3 +413,93 @@ def test_a_worker_that_is_switched_off_still_says_when_it_reads_no_block_any_mor
     engine.until(lambda: not engine.scheduler.held_requests)
     assert engine.scheduler._soundness is Soundness.UNSOUND
     assert 0 == engine.run("c", prompt_of(20))
+
+
+class LayeredEngine(TinyEngine):
+    """vLLM's order of calls where loads and stores go by layer: a load is made inside the step that uses it."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.scheduler._parts.by_layer = True
+        for rank in self.ranks:
+            rank.side._layers = {name: place for place, name in enumerate(rank.caches)}
+
+    def step(self):
+        plan = self.scheduler.take_plan()
+        side = self.ranks[0].side
+        side.start_loads(plan)
+        for name in self.ranks[0].caches:
+            side.wait_layer(name)
+            side.save_layer(name, plan)
+        side.start_stores(plan)
+        sent, received = side.take_finished()
+        assert received == set()  # the request runs: vLLM waits for no load
+        ended = side.take_loaded_in_step()
+        self.scheduler.workers_are(side.soundness)
+        self.collect([sent], [ended], side.take_failed_blocks())
+        self.scheduler.layers_said(ended, side.layer_failures)
+
+    def ask(self, request):
+        answer = None
+        while answer is None:
+            answer, is_later = self.scheduler.matched_tokens(request, 0)
+            if answer is None:
+                self.step()
+        assert is_later is False
+        return answer
+
+
+@pytest.fixture
+def layered(store):
+    with ExitStack() as stack:
+
+        def start():
+            engine = LayeredEngine(store)
+            stack.callback(engine.close)
+            return engine
+
+        yield start
+
+
+def test_what_is_stored_by_layer_is_loaded_by_layer(store, layered):
+    first, second = layered(), layered()
+    prompt = prompt_of(22)
+    assert [0, 20] == [first.run("a", prompt, generated=10), second.run("b", prompt)]
+    assert BLOCKS == len(first.free) == len(second.free)
+    second.until(lambda: (store.stats().leases, store.stats().stages) == (0, 0))
+
+
+def test_nothing_is_stored_that_may_have_been_computed_from_a_load_that_failed(store, layered, monkeypatch):
+    first, second = layered(), layered()
+    prompt = prompt_of(22)
+    first.run("a", prompt)
+    side = second.ranks[0].side
+    monkeypatch.setattr(side._parts.client, "load_leased", lambda _match, _load: None)
+    before = side._parts.counters.snapshot(0).stored_blocks
+    plan = StepPlan()
+    tokens = packed([*prompt, *prompt_of(8, seed=2)])
+    plan.loads.append(BlockJob("b", Root(), tokens, 0, (1, 2, 3, 4, 5)))
+    plan.stores.append(BlockJob("b", Root(), tokens, 5, (6, 7)))
+    side.start_loads(plan)
+    for name in second.ranks[0].caches:
+        side.wait_layer(name)
+        side.save_layer(name, plan)
+    side.start_stores(plan)
+    assert {1, 2, 3, 4, 5} == side.take_failed_blocks()
+    assert ({"b"}, 1) == (side.take_loaded_in_step(), side.layer_failures)
+    unaware = StepPlan(stores=list(plan.stores))
+    side.start_stores(unaware)  # planned before anybody knew
+    side._store_thread.submit(lambda: None).result(30)
+    snapshot = side._parts.counters.snapshot(0)
+    assert (before, 4) == (snapshot.stored_blocks, snapshot.dropped_blocks)
+    side.start_stores(
+        StepPlan(stores=[BlockJob("c", Root(), packed(prompt_of(8, seed=3)), 0, (1, 2))], known_failures=1)
+    )
+    side._store_thread.submit(lambda: None).result(30)
+    assert before + 2 == side._parts.counters.snapshot(0).stored_blocks
+
+
+def packed(tokens):
+    known = PackedTokens()
+    known.extend_to(tokens, len(tokens))
+    return known.first(len(tokens))
