@@ -3,11 +3,13 @@
     python bench/bench_vllm.py [--vllm PYTHON] [--rounds N] [--prompt-tokens N] [--json FILE]
 
 PYTHON is that of an environment with vLLM and kvstore (make engines). Three engines of one random Llama take turns, one
-at work at a time: `plain` has no connector, `gone` one whose server was never there, `live` one with a sidecar. Each
-row has medians of wall and of CPU seconds (of the whole process), and the ratio to `plain` of the same rounds; other
-work on the machine disturbs the CPU seconds least. No prompt comes twice but where a hit is measured, and there the
-engine forgets its own cache before. `scheduler` is the connector's half in vLLM's scheduler without vLLM, on prompts of
-1,024 to 32,768 tokens: CPU microseconds of the thread in each call, waits excluded since another thread has them.
+at work at a time, request by request: `plain` has no connector, `gone` one whose server was never there, `live` one
+with a sidecar. A round is one request of each, so a ratio is of two that ran one after the other: `paired_wall` and
+`paired_cpu` are the median and the quartiles of these, seconds on the clock and CPU seconds of the whole process; other
+work on the machine disturbs the latter least. The first rounds warm up and do not count. No prompt comes twice but
+where a hit is measured, and there the engine forgets its own cache before. `scheduler` is the connector's half in
+vLLM's scheduler without vLLM, on prompts of 1,024 to 32,768 tokens: CPU microseconds of the thread in each call, waits
+excluded since another thread has them.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from kvstore.types import KvLayout, Namespace
 MIB = 1 << 20
 VOCABULARY, BLOCK_TOKENS = 4096, 32
 REPOSITORY = Path(__file__).parents[1]
-BATCH, BATCH_TOKENS = 8, 8
+BATCH, BATCH_TOKENS = 4, 8
+WARM_UP = 3
 SCHEDULER_TOKENS = (1024, 8192, 32768)
 SCHEDULER_ROUNDS = 40
 PATIENT = {"lookup_seconds": 5.0, "bulk_seconds": 20.0}
@@ -128,6 +131,13 @@ def median(took: list[dict[str, Any]], name: str) -> float:
     return statistics.median(one[name] for one in took)
 
 
+def paired(found: list[dict[str, Any]], base: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """Median and quartiles of the ratios of two engines in the same round."""
+    ratios = [one[name] / other[name] for one, other in zip(found, base, strict=True)]
+    lower, middle, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"median": round(middle, 4), "lower": round(lower, 4), "upper": round(upper, 4)}
+
+
 def compare(case: str, took: dict[str, list[dict[str, Any]]], base: str) -> list[dict[str, Any]]:
     """A row for each engine: medians, and their ratios to those of `base`."""
     return [
@@ -139,12 +149,8 @@ def compare(case: str, took: dict[str, list[dict[str, Any]]], base: str) -> list
             "cpu_ms": round(1e3 * median(found, "cpu_seconds"), 2),
             "wall_ratio": round(median(found, "seconds") / median(took[base], "seconds"), 4),
             "cpu_ratio": round(median(found, "cpu_seconds") / median(took[base], "cpu_seconds"), 4),
-            "paired_cpu_ratio": round(
-                statistics.median(
-                    one["cpu_seconds"] / other["cpu_seconds"] for one, other in zip(found, took[base], strict=True)
-                ),
-                4,
-            ),
+            "paired_wall": paired(found, took[base], "seconds"),
+            "paired_cpu": paired(found, took[base], "cpu_seconds"),
         }
         for name, found in took.items()
     ]
@@ -155,20 +161,20 @@ def in_turns(
     rounds: int,
     command: Any,  # noqa: ANN401  # a call of any command
 ) -> dict[str, list[dict[str, Any]]]:
-    """What a command took each engine, in a different order each round; the first two rounds warm up."""
+    """What a command took each engine, in a different order each round, without those that warm up."""
     took: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     names = list(engines)
-    for turn in range(rounds + 2):
+    for turn in range(rounds + WARM_UP):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             answer = command(engines[name])
-            if turn >= 2:
+            if turn >= WARM_UP:
                 took[name].append(answer)
     return took
 
 
 def measure_hits(engine: EngineProcess, prompts: Prompts, rounds: int, tokens: int) -> dict[str, list[dict[str, Any]]]:
     took: dict[str, list[dict[str, Any]]] = {"cold": [], "hit": []}
-    for turn in range(rounds + 2):
+    for turn in range(rounds + WARM_UP):
         prompt = prompts.new(tokens)
         cold = engine.ask("first", prompt=prompt)
         engine.ask("stored")
@@ -176,7 +182,7 @@ def measure_hits(engine: EngineProcess, prompts: Prompts, rounds: int, tokens: i
         hit = engine.ask("first", prompt=prompt)
         if hit["cached"] == 0:
             raise RuntimeError("a prompt that was stored was not found")
-        if turn >= 2:
+        if turn >= WARM_UP:
             took["cold"].append(cold)
             took["hit"].append(hit)
     return took
@@ -217,7 +223,8 @@ def _batch(prompts: Prompts, tokens: int, engine: EngineProcess) -> dict[str, An
 def _hooks_row(hooks: dict[str, Any], tokens: int) -> dict[str, Any]:
     """CPU microseconds of vLLM's scheduling thread in the hooks, for each request of a workload without reuse."""
     requests = hooks["calls"]["on_new_request"]
-    spent, calls = hooks["us"], hooks["calls"]
+    calls = hooks["calls"]
+    spent = {name: max(0.0, us - calls[name] * hooks["floor_us"]) for name, us in hooks["us"].items()}
     asks = "get_num_new_matched_tokens"
     return {
         "case": "hooks",
@@ -225,6 +232,7 @@ def _hooks_row(hooks: dict[str, Any], tokens: int) -> dict[str, Any]:
         "prompt_tokens": tokens,
         "requests": requests,
         "asks_per_request": round(calls[asks] / requests, 1),
+        "floor_us": round(hooks["floor_us"], 2),
         "us_per_ask": round(spent[asks] / calls[asks], 1),
         "us_per_request": {name: round(us / requests, 1) for name, us in spent.items() if us},
     }
@@ -324,11 +332,11 @@ def _one_request(side: SchedulerSide, request: Request) -> dict[str, float]:
     while found[0] is None:
         time.sleep(0.001)
         found = timed("answer", lambda: side.matched_tokens(request, 0))
-    timed("allocated", lambda: side.allocated(request, blocks, found[0] or 0))
-    timed("scheduled", lambda: side.scheduled(request.request_id, request.num_tokens, lambda: blocks))
+    timed("allocated", lambda: side.allocated(request, (blocks,), found[0] or 0))
+    timed("scheduled", lambda: side.scheduled(request.request_id, request.num_tokens, lambda: (blocks,)))
     side.worker_said(set(), {request.request_id}, set())
     request.num_computed_tokens = request.num_tokens
-    timed("finished", lambda: side.finished(request, blocks))
+    timed("finished", lambda: side.finished(request, (blocks,)))
     side.take_plan()
     side.worker_said({request.request_id}, set(), set())
     return spent
@@ -337,8 +345,8 @@ def _one_request(side: SchedulerSide, request: Request) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, default=REPOSITORY / ".venv-vllm" / "bin" / "python")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     arguments = parser.parse_args()
     rows = [measure_scheduler(tokens) for tokens in SCHEDULER_TOKENS]

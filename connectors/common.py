@@ -24,7 +24,7 @@ from kvstore.types import PLAIN_ROOT, CommitResult, PrefixMatch, Root, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvstore.api import BlockBuffer, KvStore, Lease, Prefetch
+    from kvstore.api import BlockBuffer, KvStore, Lease, Prefetch, Stage
     from kvstore.clock import Clock
     from kvstore.tokens import Tokens
     from kvstore.types import Namespace
@@ -398,6 +398,24 @@ class Writer:
 WHOLE_BLOCKS = Writer()
 
 
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Rows of a sparse part: those of block `first_block` and the blocks behind it."""
+
+    part: int
+    first_block: int
+    rows: BlockBuffer
+
+    def write_wanted(self, stage: Stage) -> None:
+        """Write those rows that a stage wants."""
+        for wanted in stage.wanted(self.part):
+            first = max(wanted.start, self.first_block)
+            last = min(wanted.stop, self.first_block + len(self.rows))
+            if first < last:
+                rows = self.rows[first - self.first_block : last - self.first_block]
+                stage.write_from(rows, from_block=first, part=self.part)
+
+
 class CacheClient:
     """A store as a connector sees it: every failure is a miss, and nothing raises.
 
@@ -449,14 +467,20 @@ class CacheClient:
         root: Root | None = None,
         from_block: int = 0,
         writer: Writer = WHOLE_BLOCKS,
+        sparse: Sequence[SparseRows] = (),
     ) -> CommitResult:
-        """Store the rows of `buffer`: block `from_block` and those behind it. Says what became visible."""
+        """Store the rows of `buffer`: block `from_block` and those behind it, and what is wanted of the sparse ones.
+
+        Says what became visible.
+        """
         ranked: dict[str, Any] = {} if writer.rank is None else {"rank": writer.rank}
 
         def write() -> CommitResult:
             with self._store.stage(namespace, tokens, root=root, from_block=from_block, **ranked) as stage:
                 if stage.blocks:
                     stage.write_from(buffer, from_block=from_block, part=writer.part)
+                for rows in sparse:
+                    rows.write_wanted(stage)
                 return stage.commit()
 
         result = self._or(CommitResult(0, 0, 0), write)
@@ -507,18 +531,24 @@ class CacheClient:
 
 
 def gives_back_what_it_takes(store: KvStore, namespace: Namespace) -> bool | None:
-    """Whether a random block, under a root that nobody else has, comes back byte for byte; None: there was no room."""
+    """Whether a random block, under a root that nobody else has, comes back byte for byte in all of its parts.
+
+    None: there was no room.
+    """
     layout = namespace.layout
     root = Root(salt=f"kvstore self-check {secrets.token_hex(16)}")
     tokens = unpacked_tokens(np.arange(layout.block_symbols, dtype=np.uint32).tobytes())
-    written = secrets.token_bytes(layout.block_bytes)
-    read = bytearray(layout.block_bytes)
+    sizes: dict[int | None, int] = {None: layout.block_bytes}
+    sizes |= {part: layout.part_bytes(part) for part in range(layout.part_count, len(layout.parts))}
+    written = {part: secrets.token_bytes(size) for part, size in sizes.items()}
+    read = {part: bytearray(size) for part, size in sizes.items()}
     with store.stage(namespace, tokens, root=root) as stage:
         if stage.blocks:
-            stage.write_from(written)
+            for part, row in written.items():
+                stage.write_from(row, part=part)
     try:
         with store.lease(store.match(namespace, tokens, root=root, touch=False)) as lease:
-            loaded = lease.load_into(read).blocks
+            loaded = [lease.load_into(row, part=part).blocks if lease.blocks else 0 for part, row in read.items()]
     finally:
         store.evict(namespace, tokens, root=root)
-    return read == written if loaded else None
+    return all(read[part] == row for part, row in written.items()) if all(loaded) else None

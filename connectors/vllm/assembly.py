@@ -11,11 +11,18 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from kvstore.clock import SystemClock
 from kvstore.connectors.common import CacheClient, ConnectorCounters, Writer
 from kvstore.connectors.engine_settings import connect
-from kvstore.connectors.vllm.layout import describe_layout, find_revision, rank_layout, rank_part
+from kvstore.connectors.vllm.layout import (
+    cache_groups,
+    describe_layout,
+    find_revision,
+    rank_layout,
+    rank_part,
+    whole_requests_reason,
+)
 from kvstore.connectors.vllm.pages import check_copies, engine_pages
 from kvstore.connectors.vllm.scheduler import SchedulerParts, SchedulerSide
 from kvstore.connectors.vllm.settings import parse_settings
-from kvstore.connectors.vllm.worker import Engine, WorkerParts, WorkerSide
+from kvstore.connectors.vllm.worker import Engine, WindowPages, WorkerParts, WorkerSide
 from kvstore.tiers.device import DeviceSettings, open_copier
 from kvstore.types import Namespace
 
@@ -39,6 +46,10 @@ class Assembly:
         self.store = connect(self.settings)
         self._counters = counters
         self._vllm_config = vllm_config
+        reason = whole_requests_reason(vllm_config, self.layout) if self.settings.by_layer else None
+        if reason is not None:
+            logger.warning("kvstore connector loads and stores whole requests, though by_layer is set: %s", reason)
+        self.by_layer = self.settings.by_layer and reason is None
         self._kv_cache_config = kv_cache_config
 
     def scheduler_side(self) -> SchedulerSide:
@@ -50,6 +61,10 @@ class Assembly:
             self.settings,
             self.layout,
             self._namespaces(),
+            tuple(group.table for group in cache_groups(self._kv_cache_config)),
+            # Where an image's tokens look at those behind them, a block's end may cut what they depend on.
+            serves_contents=not self._vllm_config.model_config.is_mm_prefix_lm,
+            by_layer=self.by_layer,
         )
         return SchedulerSide(
             parts, lambda: self.settings.revision or find_revision(self._vllm_config, vllm.__version__)
@@ -71,15 +86,21 @@ class Assembly:
             self._namespaces(),
             writer,
             rank in layout.writers,
+            self._kv_cache_config.kv_cache_groups[0].layer_names if self.by_layer else (),
         )
         return WorkerSide(parts, None if kv_caches is None else self._engine(kv_caches))
 
     def _engine(self, kv_caches: Mapping[str, Any]) -> Engine:
-        names = self._kv_cache_config.kv_cache_groups[0].layer_names
-        pages = engine_pages(kv_caches, names, self._kv_cache_config.num_blocks, rank_layout(self.layout))
-        copier = open_copier(pages.device, DeviceSettings(cpu_threads=_CPU_THREADS))
-        check_copies(copier, pages, [kv_caches[name] for name in names])
-        return Engine(pages, copier)
+        layout, rank = rank_layout(self.layout), get_tensor_model_parallel_rank()
+        full, *windows = [
+            (group, engine_pages(kv_caches, group.layer_names, self._kv_cache_config.num_blocks, layout, group.group))
+            for group in cache_groups(self._kv_cache_config)
+        ]
+        copier = open_copier(full[1].device, DeviceSettings(cpu_threads=_CPU_THREADS))
+        for group, pages in (full, *windows):
+            check_copies(copier, pages, [kv_caches[name] for name in group.layer_names])
+        found = [WindowPages(pages, rank_part(self.layout, rank, group.group)) for group, pages in windows]
+        return Engine(full[1], copier, tuple(found))
 
     def _namespaces(self) -> Callable[[str], Namespace]:
         model = self.settings.model or self._vllm_config.model_config.served_model_name

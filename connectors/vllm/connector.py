@@ -1,8 +1,9 @@
 """KvstoreConnector: vLLM's KVConnectorBase_V1 on top of the two halves in `scheduler.py` and `worker.py`.
 
 Written for the interface of vLLM 0.32 (vllm/distributed/kv_transfer/kv_connector/v1/base.py). Loads and stores are
-asynchronous and of whole requests: the engine runs its full CUDA graphs. Nothing raises into the engine: a connector
-that cannot work, or fails, says so in one log line, and the engine computes everything as without it.
+asynchronous and of whole requests, so the engine runs its full CUDA graphs, unless the setting `by_layer` is on.
+Nothing raises into the engine: a connector that cannot work, or fails, says so in one log line, and the engine
+computes everything as without it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.connectors.common import ConnectorCounters, HookGuard
 from kvstore.connectors.vllm.assembly import Assembly, join_engine_log, warn_of_settings
 from kvstore.connectors.vllm.metadata import StepMetadata, WorkerState
 from kvstore.connectors.vllm.plan import StepPlan
-from kvstore.connectors.vllm.scheduler import NOTHING_TO_LOAD
+from kvstore.connectors.vllm.scheduler import ASK_AGAIN, NOTHING_TO_LOAD
 from kvstore.connectors.vllm.soundness import Soundness
 from kvstore.connectors.vllm.stats import KvstorePromMetrics, KvstoreStats, StatsReporter
 from kvstore.types import Tier
@@ -70,6 +76,11 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self._guard.run(self._reporter.take, None)
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether the hooks between layers do anything: a full CUDA graph would leave them out."""
+        return extra_config.get("by_layer") is True
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstoreStats:
         """The counts as they arrive in another process."""
         return KvstoreStats(data=data or {})
@@ -96,14 +107,16 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """How many more tokens can be loaded; None while that is being found out."""
         if self._scheduler is None:
             return NOTHING_TO_LOAD
+        if self._scheduler.is_asking(request.request_id):
+            return ASK_AGAIN
         ask = partial(self._scheduler.matched_tokens, request, num_computed_tokens)
         return self._guard.run(ask, NOTHING_TO_LOAD)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The engine has blocks for what is to be loaded."""
         if self._scheduler is not None:
-            block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
-            self._guard.run(partial(self._scheduler.allocated, request, block_ids, num_external_tokens), None)
+            tables = blocks.get_block_ids() if num_external_tokens else ()
+            self._guard.run(partial(self._scheduler.allocated, request, tables, num_external_tokens), None)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """In which tiers the tokens lay that are loaded."""
@@ -132,22 +145,25 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             set(connector_output.finished_sending or ()),
             set(connector_output.finished_recving or ()),
             set(connector_output.invalid_block_ids or ()),
+            set(connector_output.failed_recving or ()),
         )
         self._guard.run(said, None)
+        if isinstance(state, WorkerState):
+            self._guard.run(partial(self._scheduler.layers_said, state.loaded_in_step, state.failures), None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; true if its blocks are kept until nothing reads them."""
-        if self._scheduler is None:
-            return False, None
-        return self._guard.run(partial(self._scheduler.finished, request, block_ids), False), None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self,
         request: Any,
         block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same for an engine that may have several groups of layers; one with more than one is not served."""
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        """The same with the blocks of each group of layers."""
+        if self._scheduler is None:
+            return False, None
+        return self._guard.run(partial(self._scheduler.finished, request, block_ids), False), None
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of finished requests come free soon."""
@@ -171,7 +187,8 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Blocks may be about to be overwritten."""
         if self._worker is not None:
-            self._guard.run(self._worker.settle_copies, None)
+            plan = _plan_of(kv_connector_metadata)
+            self._guard.run(partial(self._worker.protect_copies, plan), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of this step."""
@@ -179,10 +196,14 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._guard.run(partial(self._worker.start_loads, self._bound_plan()), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded while a step computes."""
+        """Let a layer be computed behind what is loaded of it, where loads go by layer."""
+        if self._worker is not None:
+            self._guard.run(partial(self._worker.wait_layer, layer_name), None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is stored layer by layer."""
+        """Begin to store what this step has filled of a layer, where stores go by layer."""
+        if self._worker is not None:
+            self._guard.run(partial(self._worker.save_layer, layer_name, self._bound_plan()), None)
 
     def wait_for_save(self) -> None:
         """Begin to store what this step has filled; nothing is waited for."""
@@ -193,20 +214,32 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Requests whose blocks nothing reads any more, and requests whose loads have ended."""
         return (None, None) if self._worker is None else self._worker.take_finished()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same, and the requests whose loads have failed, of engines with several groups of layers."""
+        # Asked first: what has failed until now is among those that have ended.
+        failed = set() if self._worker is None else self._worker.take_failed_requests()
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = failed
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were to be loaded and must be computed."""
         return set() if self._worker is None else self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerState:
         """What this worker knows of the server."""
-        return WorkerState(Soundness.UNSOUND if self._worker is None else self._worker.soundness)
+        worker = self._worker
+        if worker is None:
+            return WorkerState(Soundness.UNSOUND)
+        return WorkerState(worker.soundness, frozenset(worker.take_loaded_in_step()), worker.layer_failures)
 
     def _bound_plan(self) -> StepPlan:
-        metadata = self._get_connector_metadata()
-        return metadata.plan if isinstance(metadata, StepMetadata) else StepPlan()
+        return _plan_of(self._get_connector_metadata())
 
     def _see_step(self, scheduler: SchedulerSide, output: Any) -> None:
         """Look at each request that computes in this step for blocks that it fills."""
+        if output.preempted_req_ids:
+            scheduler.preempted()
         scheduled = output.num_scheduled_tokens
         resolve = output.kv_connector_block_state.resolve_block_ids
         for new in output.scheduled_new_reqs:
@@ -217,9 +250,13 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @staticmethod
     def _see_request(scheduler: SchedulerSide, request_id: str, computed: int, resolve: Any) -> None:
-        scheduler.scheduled(request_id, computed, lambda: resolve(request_id)[0])
+        scheduler.scheduled(request_id, computed, lambda: resolve(request_id))
 
     def _switch_off(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.switch_off()
+
+
+def _plan_of(metadata: Any) -> StepPlan:
+    return metadata.plan if isinstance(metadata, StepMetadata) else StepPlan()

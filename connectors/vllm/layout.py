@@ -7,56 +7,111 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.connectors.checkpoint_files import model_fingerprint
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.layer_groups import DTYPE_BYTES
-from kvstore.types import KvLayout
+from kvstore.layer_groups import DTYPE_BYTES, SlidingWindow
+from kvstore.types import GROUPS_MAX, KvForm, KvLayout
 
 # Rope types that give a token the same key whatever the total length of the prompt and of the engine's context.
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "mrope"})
 # Speculation without layers of its own, whose rejected drafts leave no trace in whole blocks of known tokens.
 _SPECULATION = frozenset({"ngram", "suffix"})
 _ROPE_TEXT_MAX = 1000
+# vLLM's specifications of what layers cache, by name: those of whole prompts, one of them latent, and with a window.
+_LATENT = "MLAAttentionSpec"
+_DENSE = frozenset({"FullAttentionSpec", _LATENT})
+_SPARSE = frozenset({"SlidingWindowSpec"})
 _NEUTRAL_CONFIG_FIELDS = frozenset(
     {"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One of vLLM's groups of cache layers: the place of its block table, and its group of the layout.
+
+    `group` is None for the layers of full attention, else a position in `KvLayout.groups`.
+    """
+
+    table: int
+    layer_names: tuple[str, ...]
+    group: int | None
+
+
+def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:  # noqa: ANN401  # vLLM's own class
+    """vLLM's groups in the order of the layout's parts: full attention, then those with windows as vLLM has them."""
+    found = list(enumerate(kv_cache_config.kv_cache_groups))
+    ordered = [item for item in found if _kind(item[1]) in _DENSE] + [
+        item for item in found if _kind(item[1]) in _SPARSE
+    ]
+    return tuple(
+        CacheGroup(table, tuple(group.layer_names), place - 1 if place else None)
+        for place, (table, group) in enumerate(ordered)
+    )
 
 
 def describe_layout(vllm_config: Any, kv_cache_config: Any) -> KvLayout:  # noqa: ANN401  # vLLM's own classes
     """The layout of an engine's KV; raises UnsupportedModelError with the reason where there is none.
 
     The bytes of a block are canonical, whatever order the engine's attention wants in memory: layers, heads, tokens,
-    and of each token its key and value.
+    and of each token its key and value, or its latent.
     """
     _check_parallelism(vllm_config.parallel_config)
     _check_speculation(vllm_config.speculative_config)
-    spec = _only_spec(kv_cache_config)
+    groups = kv_cache_config.kv_cache_groups
+    _check_groups([_kind(group) for group in groups])
+    dense, *windows = [groups[group.table] for group in cache_groups(kv_cache_config)]
+    spec = _checked(dense.kv_cache_spec)
+    heads = 1 if _kind(dense) == _LATENT else vllm_config.model_config.get_total_num_kv_heads()
+    ranks = vllm_config.parallel_config.tensor_parallel_size
     return KvLayout(
-        layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
-        kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        layers=len(dense.layer_names),
+        kv_heads=heads,
         head_dim=spec.head_size,
         dtype=_dtype(spec),
         block_tokens=spec.block_size,
+        kv_form=(KvForm.LATENT if _kind(dense) == _LATENT else KvForm.SPLIT).value,
         axis_order="LHTKD",
         rope=_rope_text(vllm_config.model_config.hf_text_config),
         quantisation=str(vllm_config.cache_config.cache_dtype),
-        tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
+        tensor_parallel=ranks,
         engine="vllm",
+        groups=tuple(_window(group, spec.block_size, heads, ranks) for group in windows),
     )
+
+
+def whole_requests_reason(vllm_config: Any, layout: KvLayout) -> str | None:  # noqa: ANN401  # vLLM's own class
+    """Why loads and stores cannot go layer by layer in this engine; None if they can."""
+    if layout.groups:
+        return "the model has several groups of cache layers, of which vLLM cannot compute again what failed in a step"
+    if layout.tensor_parallel > 1:
+        return "with several ranks, one would store what another's failed load has spoiled"
+    if vllm_config.parallel_config.use_ubatching:
+        return "a step is split into microbatches, each of which goes through all layers"
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        return "full CUDA graphs leave out what happens between layers"
+    return None
 
 
 def rank_layout(layout: KvLayout) -> KvLayout:
     """The layout of what one rank has of a block, as if it were all: for checks that one rank makes alone."""
     writers = layout.tensor_writers
-    return replace(layout, kv_heads=layout.kv_heads // writers, tensor_parallel=1)
+    groups = tuple(replace(group, kv_heads=group.kv_heads // writers) for group in _windows(layout))
+    return replace(layout, kv_heads=layout.kv_heads // writers, tensor_parallel=1, groups=groups)
 
 
-def rank_part(layout: KvLayout, rank: int) -> int:
-    """The part that a rank has of each block, whether it writes it or another rank writes the same bytes."""
-    return next(number for number, part in enumerate(layout.parts) if rank in part.ranks)
+def rank_part(layout: KvLayout, rank: int, group: int | None = None) -> int:
+    """The part of a group that a rank has, whether it writes it or another rank writes the same bytes."""
+    return next(number for number in layout.group_parts(group) if rank in layout.parts[number].ranks)
+
+
+def token_shape(layout: KvLayout, group: int | None = None) -> tuple[int, int]:
+    """Heads, and the numbers that one head keeps of a token: key and value, or a latent."""
+    kept = layout if group is None else _windows(layout)[group]
+    return kept.kv_heads, kept.head_dim * (1 if kept.kv_form == KvForm.LATENT else 2)
 
 
 def find_revision(vllm_config: Any, version: str) -> str:  # noqa: ANN401  # vLLM's own class
@@ -100,22 +155,63 @@ def _check_speculation(speculative: Any) -> None:  # noqa: ANN401  # vLLM's own 
         )
 
 
-def _only_spec(kv_cache_config: Any) -> Any:  # noqa: ANN401  # vLLM's own classes
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-    if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
+def _kind(group: Any) -> str:  # noqa: ANN401  # vLLM's own class
+    return type(group.kv_cache_spec).__name__
+
+
+def _check_groups(kinds: list[str]) -> None:
+    dense = [kind for kind in kinds if kind in _DENSE]
+    if len(dense) != 1 or len(dense) + sum(kind in _SPARSE for kind in kinds) != len(kinds):
         raise UnsupportedModelError(
-            f"the model has {len(groups)} groups of cache layers ({', '.join(kinds)}), expected one of full attention"
+            f"the model has {len(kinds)} groups of cache layers ({', '.join(sorted(kinds))}), expected one of full "
+            f"attention, and besides it only {', '.join(sorted(_SPARSE))}"
         )
-    spec = groups[0].kv_cache_spec
-    content_bytes = 2 * spec.head_size * DTYPE_BYTES.get(_dtype(spec), 0)
+    if dense == [_LATENT] and len(kinds) > 1:
+        raise UnsupportedModelError("the model has latent layers beside layers with windows, which is not supported")
+    if len(kinds) - 1 > GROUPS_MAX:
+        raise UnsupportedModelError(
+            f"the model has {len(kinds) - 1} groups of layers with windows, expected {GROUPS_MAX} at most"
+        )
+
+
+def _window(group: Any, block_tokens: int, heads: int, ranks: int) -> SlidingWindow:  # noqa: ANN401  # vLLM's own
+    spec = _checked(group.kv_cache_spec)
+    expected = {"block_size": block_tokens, "num_kv_heads": max(1, heads // ranks), "extra_retained_tokens": 0}
+    for name, value in expected.items():
+        if getattr(spec, name, value) != value:
+            raise UnsupportedModelError(
+                f"a group of layers with windows has {name} {getattr(spec, name)}, expected {value} as the others"
+            )
+    return SlidingWindow(
+        layers=len(group.layer_names),
+        window=spec.sliding_window,
+        kv_heads=heads,
+        head_dim=spec.head_size,
+        dtype=_dtype(spec),
+    )
+
+
+def _windows(layout: KvLayout) -> list[SlidingWindow]:
+    windows = [group for group in layout.groups if isinstance(group, SlidingWindow)]
+    assert len(windows) == len(layout.groups), "no other groups are described here"
+    return windows
+
+
+def _checked(spec: Any) -> Any:  # noqa: ANN401  # vLLM's own class
+    """The same; raises UnsupportedModelError if it keeps more or less than plain keys and values, or latents."""
+    is_latent = type(spec).__name__ == _LATENT
+    content_bytes = (1 if is_latent else 2) * spec.head_size * DTYPE_BYTES.get(_dtype(spec), 0)
     plain = {
-        "head_size_v": (spec.head_size, None),
+        "head_size_v": (0 if is_latent else spec.head_size, None),
         "page_size_padded": (None,),
         "num_head_slots": (None, spec.num_kv_heads),
         "state_content_bytes": (None, content_bytes),
         "tokens_per_state": (1,),
         "non_causal": (False,),
+        "attention_chunk_size": (None,),
+        "cache_dtype_str": (None, "auto", _dtype(spec)),
+        "is_index_group_leader": (False,),
+        "non_causal_multi_token_decode": (False,),
     }
     for name, expected in plain.items():
         value = getattr(spec, name, expected[0])

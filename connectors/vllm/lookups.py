@@ -7,12 +7,11 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore.connectors.vllm.plan import PackedTokens
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.connectors.common import CacheClient, HookGuard, Promise
+    from kvstore.connectors.vllm.plan import PackedTokens
     from kvstore.types import Root
 
 THREADS = 4
@@ -21,24 +20,20 @@ THREADS = 4
 class Lookup:
     """One request's lookup. Its answer is either taken, or abandoned: then its lease ends as soon as there is one.
 
-    `tokens`, `root` and `found_blocks` are for who asked once it is settled, and belong to the lookup until then.
+    `tokens`, `root` and `found_blocks` are for who asked once it is settled, and belong to the lookup until then. It is
+    `settled` when the answer has come, or is that there is none; a plain attribute, since it is looked at so often.
     `_lock` guards the step at which the answer meets the one who no longer wants it.
     """
 
-    def __init__(self, ends_at: float) -> None:
+    def __init__(self, ends_at: float, tokens: PackedTokens) -> None:
         self.ends_at = ends_at
-        self.tokens = PackedTokens()
+        self.tokens = tokens
         self.root: Root | None = None
         self.found_blocks = 0
         self._lock = threading.Lock()
         self._promise: Promise | None = None
         self._abandoned = False
-        self._settled = False
-
-    @property
-    def settled(self) -> bool:
-        """Whether the answer has come, or is that there is none."""
-        return self._settled
+        self.settled = False
 
     @property
     def promise(self) -> Promise | None:
@@ -48,7 +43,7 @@ class Lookup:
     def settle(self, promise: Promise | None) -> bool:
         """The answer is here; false if nobody wants it any more."""
         with self._lock:
-            self._settled = True
+            self.settled = True
             if not self._abandoned:
                 self._promise = promise
             return not self._abandoned
@@ -74,9 +69,12 @@ class Lookups:
         for number in range(THREADS):
             threading.Thread(target=self._run, name=f"kvstore-vllm-lookup-{number}", daemon=True).start()
 
-    def start(self, find: Callable[[Lookup], Promise | None], ends_at: float) -> Lookup:
-        """Run `find` in the background; what it returns is the answer. Who asked waits until `ends_at` at most."""
-        lookup = Lookup(ends_at)
+    def start(self, find: Callable[[Lookup], Promise | None], ends_at: float, tokens: PackedTokens) -> Lookup:
+        """Run `find` in the background; what it returns is the answer. Who asked waits until `ends_at` at most.
+
+        `tokens`, empty so far, are what the request's are to be packed into.
+        """
+        lookup = Lookup(ends_at, tokens)
 
         def run() -> None:
             promise = self._guard.run(partial(find, lookup), None)

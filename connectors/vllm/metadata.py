@@ -22,10 +22,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no ty
 
 @dataclass
 class WorkerState(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types here
-    """What workers know of the server."""
+    """What workers know of the server, and what became of loads by layer: those of this step, and failures so far."""
 
     soundness: Soundness
+    loaded_in_step: frozenset[str] = frozenset()
+    failures: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """The worst that any of them found."""
-        return WorkerState(max(self.soundness, other.soundness))
+        ended = self.loaded_in_step | other.loaded_in_step
+        return WorkerState(max(self.soundness, other.soundness), ended, max(self.failures, other.failures))

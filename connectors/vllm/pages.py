@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvstore.connectors.common import SelfCheckError, UnsupportedModelError
+from kvstore.connectors.vllm.layout import rank_part, token_shape
 from kvstore.errors import InvalidBufferError
 from kvstore.tiers.device import CopyOutcome, PagedKv
 
@@ -19,16 +20,20 @@ if TYPE_CHECKING:
 _CHECK_SECONDS = 30.0
 
 
-def engine_pages(kv_caches: Mapping[str, Any], layer_names: Sequence[str], blocks: int, layout: KvLayout) -> PagedKv:
-    """The pages of an engine whose layer is a tensor (blocks, heads, tokens, key and value), whatever its strides.
+def engine_pages(
+    kv_caches: Mapping[str, Any], layer_names: Sequence[str], blocks: int, layout: KvLayout, group: int | None = None
+) -> PagedKv:
+    """The pages of one group of layers, each a tensor (blocks, heads, tokens, key and value), whatever its strides.
 
-    Raises UnsupportedModelError for tensors of another shape: what they mean is not known, so nothing is guessed.
+    Of latents that is (blocks, tokens, latent), with or without an axis for the one head. Raises
+    UnsupportedModelError for tensors of another shape: what they mean is not known, so nothing is guessed.
     """
     missing = [name for name in layer_names if not isinstance(kv_caches.get(name), torch.Tensor)]
     if missing:
         raise UnsupportedModelError(f"the engine has no cache tensor of layer {missing[0]}")
-    expected = (blocks, layout.kv_heads, layout.block_tokens, 2 * layout.head_dim)
-    tensors = [kv_caches[name] for name in layer_names]
+    heads, width = token_shape(layout, group)
+    expected = (blocks, heads, layout.block_tokens, width)
+    tensors = [_with_heads(kv_caches[name], len(expected), heads) for name in layer_names]
     for name, tensor in zip(layer_names, tensors, strict=True):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tuple(tensor.shape) != expected or dtype != layout.dtype:
@@ -39,8 +44,13 @@ def engine_pages(kv_caches: Mapping[str, Any], layer_names: Sequence[str], block
         pages = PagedKv.of_pieces([(tensor,) for tensor in tensors])
     except InvalidBufferError:  # tokens before heads: each head is a piece of its own, with the same bytes in a row
         pages = PagedKv.of_pieces([tensor.unbind(1) for tensor in tensors])
-    pages.require_layout(layout)
+    pages.require_layout(layout, rank_part(layout, 0, group))
     return pages
+
+
+def _with_heads(tensor: torch.Tensor, dimensions: int, heads: int) -> torch.Tensor:
+    """The tensor with an axis of heads, which memory of one head may lack."""
+    return tensor.unsqueeze(1) if heads == 1 and tensor.ndim == dimensions - 1 else tensor
 
 
 def check_copies(copier: BlockCopier, pages: PagedKv, tensors: Sequence[torch.Tensor]) -> None:

@@ -14,9 +14,12 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.connectors.vllm.contents import ContentKeys
     from kvstore.types import Root, TokenArray
 
 TOKEN_BYTES = 4
+# What stands in a block table of vLLM's where a block has slid out of a window: its null block, the first of all.
+NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,19 @@ class PackedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class PartBlocks:
+    """Where one group of layers keeps the blocks [first_block, first_block + len(block_ids)) of a prompt."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockJob:
     """Load or store the blocks [first_block, first_block + len(block_ids)) of a prompt.
 
-    `tokens` are those of the whole prefix up to the end of these blocks; `block_ids` are where the engine keeps them.
+    `tokens` are those of the whole prefix up to the end of these blocks; `block_ids` are where the layers of full
+    attention keep them. `windows` has the same for each group of layers with a window, of those blocks that it keeps.
     """
 
     request_id: str
@@ -44,13 +56,25 @@ class BlockJob:
     tokens: PackedPrefix
     first_block: int
     block_ids: tuple[int, ...]
+    windows: tuple[PartBlocks, ...] = ()
+
+    @property
+    def full(self) -> PartBlocks:
+        """The blocks in the layers of full attention."""
+        return PartBlocks(self.first_block, self.block_ids)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """The work of one step. `held` are requests that have ended: the worker says when nothing reads their blocks."""
+    """The work of one step. `held` are requests that have ended: the worker says when nothing reads their blocks.
+
+    `preempts` where requests lose their blocks in this step, so that others may write to them. `known_failures` are the
+    loads by layer that failed before this step was planned: what was planned without knowing of one may be spoiled.
+    """
 
     revision: str | None = None
+    preempts: bool = False
+    known_failures: int = 0
     loads: list[BlockJob] = field(default_factory=list)
     stores: list[BlockJob] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
@@ -59,11 +83,13 @@ class StepPlan:
 class PackedTokens:
     """The token ids of one request, packed as they are learned. Never shrinks; knows each token once.
 
-    Packing costs 20 ns a token, handing out what is packed a look at each piece, so the long first piece is packed
-    beside a lookup and not by the scheduler.
+    With `contents`, blocks that they touch are packed as their keys, and only whole blocks are taken over. Packing
+    costs 20 ns a token, handing out what is packed a look at each piece, so the long first piece is packed beside a
+    lookup and not by the scheduler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, contents: ContentKeys | None = None) -> None:
+        self._contents = contents
         self._pieces: list[bytes] = []
         self._count = 0
 
@@ -75,6 +101,8 @@ class PackedTokens:
         if count > self._count:
             packed = array("I", tokens[self._count : count])
             assert packed.itemsize == TOKEN_BYTES, "C's unsigned int has 32 bits on every platform of ours"
+            if self._contents is not None:
+                packed = self._contents.keyed(packed, self._count)
             self._pieces.append(packed.tobytes())
             self._count += len(packed)
 
@@ -95,3 +123,10 @@ def storable_blocks(computed_tokens: int, known_tokens: int, block_tokens: int) 
 def loadable_blocks(prompt_tokens: int, block_tokens: int) -> int:
     """How many leading blocks of a prompt may come from elsewhere: the engine has one token at least to compute."""
     return max(0, prompt_tokens - 1) // block_tokens
+
+
+def live_blocks(table: Sequence[int], span: range) -> PartBlocks:
+    """Those blocks of `span` that a group with a window still has: all behind the last that slid out of it."""
+    ids = tuple(table[span.start : span.stop])
+    gone = max((place + 1 for place, block_id in enumerate(ids) if block_id == NULL_BLOCK), default=0)
+    return PartBlocks(span.start + gone, ids[gone:])

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connectors.vllm.plan import PackedTokens
+from kvstore.connectors.vllm.contents import have_keys
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.types import Root
 
 if TYPE_CHECKING:
     from kvstore.connectors.checkpoint_files import AdapterDigests
+    from kvstore.connectors.vllm.contents import ContentKeys
     from kvstore.connectors.vllm.lookups import Lookup
+    from kvstore.connectors.vllm.plan import PackedTokens
 
 
-def bypass_reason(request: Any) -> str | None:  # noqa: ANN401  # vLLM's own class
+def bypass_reason(request: Any, block_tokens: int) -> str | None:  # noqa: ANN401  # vLLM's own class
     """Why a request is computed as without a store, neither read nor stored; None if it is served."""
     sampling = request.sampling_params
-    if request.mm_features:
+    if not have_keys(request.mm_features, block_tokens):
         return "multimodal"
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "embeddings"
@@ -56,8 +58,9 @@ class TrackedRequest:
 
     request: Any
     weights_epoch: str | None
+    contents: ContentKeys | None
+    tokens: PackedTokens
     root: Root | None = None
-    tokens: PackedTokens = field(default_factory=PackedTokens)
     stored_blocks: int = 0
     lookup: Lookup | None = None
     touch: Lookup | None = None

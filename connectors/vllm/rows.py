@@ -16,8 +16,8 @@ class RowPool:
     `_free` are the runs that nobody has, in ascending order, none of them next to another.
     """
 
-    def __init__(self, copier: BlockCopier, row_bytes: int, pool_bytes: int) -> None:
-        self.count = max(2, pool_bytes // row_bytes)
+    def __init__(self, copier: BlockCopier, row_bytes: int, rows: int) -> None:
+        self.count = max(2, rows)
         self._copier = copier
         self._row_bytes = row_bytes
         self._lock = threading.Lock()

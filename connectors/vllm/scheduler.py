@@ -14,21 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.connectors.checkpoint_files import AdapterDigests
 from kvstore.connectors.common import HookGuard
+from kvstore.connectors.vllm.contents import contents_of
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.plan import BlockJob, StepPlan, loadable_blocks, storable_blocks
+from kvstore.connectors.vllm.plan import BlockJob, PackedTokens, StepPlan, live_blocks, loadable_blocks, storable_blocks
 from kvstore.connectors.vllm.requests import TrackedRequest, bypass_reason, root_of
 from kvstore.connectors.vllm.soundness import Soundness
 from kvstore.errors import KvstoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
+    from typing import TypeAlias
 
     from kvstore.clock import Clock
     from kvstore.connectors.common import CacheClient, ConnectorCounters, Promise
     from kvstore.connectors.vllm.lookups import Lookup
-    from kvstore.connectors.vllm.plan import PackedPrefix
+    from kvstore.connectors.vllm.plan import PackedPrefix, PartBlocks
     from kvstore.connectors.vllm.settings import VllmSettings
     from kvstore.types import KvLayout, Namespace, PrefixMatch, Tier
+
+    # Of one request the ids of its blocks, in each of vLLM's groups of layers.
+    Tables: TypeAlias = Sequence[Sequence[int]]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +55,12 @@ class _Load:
 
 @dataclass(slots=True)
 class SchedulerParts:
-    """What the scheduler's half is made of."""
+    """What the scheduler's half is made of.
+
+    `tables` are the places of vLLM's block tables: that of full attention, then one for each group of the layout.
+    `serves_contents` unless the KV of an image's tokens is more than its beginning decides.
+    With `by_layer`, loads happen inside the step that uses them.
+    """
 
     client: CacheClient
     counters: ConnectorCounters
@@ -58,6 +68,9 @@ class SchedulerParts:
     settings: VllmSettings
     layout: KvLayout
     namespace: Callable[[str], Namespace]
+    tables: tuple[int, ...] = (0,)
+    serves_contents: bool = True
+    by_layer: bool = False
     adapters: AdapterDigests = field(default_factory=AdapterDigests)
 
 
@@ -67,6 +80,7 @@ class SchedulerSide:
     def __init__(self, parts: SchedulerParts, find_revision: Callable[[], str]) -> None:
         self._parts = parts
         self._block_tokens = parts.layout.block_tokens
+        self._backs = [group.blocks_back(self._block_tokens) for group in parts.layout.groups]
         self._lookups = Lookups(parts.client, HookGuard(parts.counters, self.switch_off))
         self._tracked: dict[str, TrackedRequest] = {}
         self._loads: dict[str, _Load] = {}
@@ -75,6 +89,7 @@ class SchedulerSide:
         self._weights_epoch = parts.settings.weights_version
         self._off = False
         self._soundness = Soundness.CHECKING
+        self._failures = 0
         # Set once by the thread below, and only read by others.
         self._namespace: Namespace | None = None
         self._starting = threading.Thread(
@@ -103,11 +118,22 @@ class SchedulerSide:
 
     def add(self, request: Any) -> None:  # noqa: ANN401  # vLLM's own class
         """A request has arrived."""
-        reason = "disabled" if self._off else bypass_reason(request)
+        reason = "disabled" if self._off else bypass_reason(request, self._block_tokens)
+        if reason is None and request.mm_features and not self._parts.serves_contents:
+            reason = "multimodal"
         if reason is not None:
             self._parts.counters.count_bypass(reason)
             return
-        self._tracked[request.request_id] = TrackedRequest(request, self._weights_epoch)
+        contents = contents_of(request.mm_features, self._block_tokens)
+        self._tracked[request.request_id] = TrackedRequest(
+            request, self._weights_epoch, contents, PackedTokens(contents)
+        )
+
+    def is_asking(self, request_id: str) -> bool:
+        """Whether a lookup is under way that may still be waited for: all that most asks come to, for 0.5 us."""
+        tracked = self._tracked.get(request_id)
+        lookup = None if tracked is None else tracked.lookup
+        return lookup is not None and not lookup.settled and self._parts.clock.monotonic() < lookup.ends_at
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens behind those that the engine has can be loaded; None while that is being looked up."""
@@ -130,9 +156,9 @@ class SchedulerSide:
         _learn(tracked, tracked.lookup)
         promise = tracked.lookup.promise
         tokens = 0 if promise is None else promise.blocks * self._block_tokens - computed_tokens
-        return (tokens, True) if tokens > 0 else NOTHING_TO_LOAD
+        return (tokens, not self._parts.by_layer) if tokens > 0 else NOTHING_TO_LOAD
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:  # noqa: ANN401
+    def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:  # noqa: ANN401
         """The engine has given a request its blocks; `external_tokens` of them it wants to be loaded."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.lookup is None:
@@ -146,9 +172,11 @@ class SchedulerSide:
             return
         assert tracked.root is not None, "what was found, was found under a root"
         first = promise.blocks - external_tokens // self._block_tokens
-        targets = tuple(block_ids[first : promise.blocks])
-        tokens = self._tokens(tracked, promise.blocks * self._block_tokens)
-        self._plan.loads.append(BlockJob(request.request_id, tracked.root, tokens, first, targets))
+        span = range(first, promise.blocks)
+        targets = tuple(tables[self._parts.tables[0]][first : span.stop])
+        tokens = self._tokens(tracked, span.stop * self._block_tokens)
+        windows = self._windows(tables, [range(max(first, span.stop - back), span.stop) for back in self._backs])
+        self._plan.loads.append(BlockJob(request.request_id, tracked.root, tokens, first, targets, windows))
         self._loads[request.request_id] = _Load(promise, first, targets)
 
     def hit_tiers(self, request: Any, external_tokens: int) -> dict[Tier, int]:  # noqa: ANN401
@@ -166,7 +194,7 @@ class SchedulerSide:
             position += run.blocks
         return counts
 
-    def scheduled(self, request_id: str, computed_tokens: int, block_ids: Callable[[], Sequence[int]]) -> None:
+    def scheduled(self, request_id: str, computed_tokens: int, tables: Callable[[], Tables]) -> None:
         """In this step the KV of a request's leading `computed_tokens` is computed, at the latest."""
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.writes:
@@ -182,30 +210,35 @@ class SchedulerSide:
         keeps = self._parts.settings.store_generated
         if is_generated and (not keeps or new * self._block_tokens < GENERATED_RUN_TOKENS):
             return
-        self._store(tracked, blocks, block_ids)
+        self._store(tracked, blocks, tables)
+
+    def preempted(self) -> None:
+        """In this step requests lose blocks that may still be read."""
+        self._plan.preempts = True
 
     def take_plan(self) -> StepPlan:
         """What the worker is to do in this step."""
         plan, self._plan = self._plan, StepPlan()
+        plan.known_failures = self._failures
         plan.revision = None if self._namespace is None else self._namespace.revision
         return plan
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:  # noqa: ANN401  # vLLM's own class
+    def finished(self, request: Any, tables: Tables) -> bool:  # noqa: ANN401  # vLLM's own class
         """A request has ended, however; true if its blocks must stay until the worker says that nothing reads them."""
         request_id = request.request_id
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False
         self._drop_lookup(tracked)
-        if request_id in self._loads:
+        if request_id in self._loads and not self._parts.by_layer:
             return False  # vLLM itself keeps the blocks until the worker says how the load ended
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         blocks = storable_blocks(computed, request.num_tokens, self._block_tokens)
         prompt_blocks = request.num_prompt_tokens // self._block_tokens
         if not self._parts.settings.store_generated:
             blocks = min(blocks, prompt_blocks)
-        if tracked.writes and tracked.stored_blocks < blocks <= len(block_ids):
-            self._store(tracked, blocks, lambda: block_ids)
+        if tracked.writes and tracked.stored_blocks < blocks <= len(tables[self._parts.tables[0]]):
+            self._store(tracked, blocks, lambda: tables)
         if tracked.has_stores:
             self._held.add(request_id)
             self._plan.held.append(request_id)
@@ -218,11 +251,13 @@ class SchedulerSide:
             logger.info("kvstore connector: the server at %s is %s", address, soundness.name.lower())
         self._soundness = soundness
 
-    def worker_said(self, sent: set[str], received: set[str], invalid_block_ids: set[int]) -> None:
-        """What the workers have ended: stores of held requests, loads, and blocks that could not be loaded."""
+    def worker_said(
+        self, sent: set[str], received: set[str], invalid_block_ids: set[int], failed: Collection[str] = ()
+    ) -> None:
+        """What the workers have ended: stores of held requests, loads, and blocks or requests that were not loaded."""
         self._held -= sent
         for request_id, load in self._loads.items():
-            load.failed = load.failed or (bool(invalid_block_ids) and not invalid_block_ids.isdisjoint(load.block_ids))
+            load.failed = load.failed or request_id in failed or not invalid_block_ids.isdisjoint(load.block_ids)
             tracked = self._tracked.get(request_id)
             if load.failed and tracked is not None:
                 tracked.reads = False  # no second try: the engine computes it
@@ -231,6 +266,11 @@ class SchedulerSide:
             ended = self._loads.pop(request_id, None)
             if ended is not None:
                 self._lookups.release(ended.promise)
+
+    def layers_said(self, ended: Collection[str], failures: int) -> None:
+        """Behind `worker_said`: which loads by layer have ended, and how many have failed since the start."""
+        self._failures = max(self._failures, failures)
+        self.worker_said(set(), set(ended), set())
 
     def reset(self) -> None:
         """The weights have changed, or the engine's cache was reset: nothing of before is found from now on."""
@@ -276,7 +316,7 @@ class SchedulerSide:
             return promise(match)
 
         wait_seconds = parts.settings.lookup_seconds + parts.settings.promote_seconds
-        return self._lookups.start(find, parts.clock.monotonic() + wait_seconds)
+        return self._lookups.start(find, parts.clock.monotonic() + wait_seconds, PackedTokens(tracked.contents))
 
     def _promise(self, match: PrefixMatch) -> Promise:
         return self._parts.client.promise(match, self._parts.settings.promote_seconds, self._parts.clock)
@@ -317,7 +357,7 @@ class SchedulerSide:
         if promise is not None:
             self._lookups.release(promise)
 
-    def _store(self, tracked: TrackedRequest, blocks: int, block_ids: Callable[[], Sequence[int]]) -> None:
+    def _store(self, tracked: TrackedRequest, blocks: int, tables: Callable[[], Tables]) -> None:
         # Only workers that are there, and have a server to store in, say when they have ended.
         if self._soundness is not Soundness.SOUND:
             return
@@ -326,11 +366,18 @@ class SchedulerSide:
         if self._off or tracked.root is None or self._namespace is None:
             return
         first = tracked.stored_blocks
-        sources = tuple(block_ids()[first:blocks])
+        found = tables()
+        sources = tuple(found[self._parts.tables[0]][first:blocks])
         tokens = self._tokens(tracked, blocks * self._block_tokens)
-        self._plan.stores.append(BlockJob(tracked.request.request_id, tracked.root, tokens, first, sources))
+        windows = self._windows(found, [range(max(0, min(first, blocks - back)), blocks) for back in self._backs])
+        self._plan.stores.append(BlockJob(tracked.request.request_id, tracked.root, tokens, first, sources, windows))
         tracked.stored_blocks = blocks
         tracked.has_stores = True
+
+    def _windows(self, tables: Tables, spans: Sequence[range]) -> tuple[PartBlocks, ...]:
+        """Of each group with a window those blocks of its span that the engine still has."""
+        places = self._parts.tables[1:]
+        return tuple(live_blocks(tables[place], span) for place, span in zip(places, spans, strict=True))
 
     @staticmethod
     def _tokens(tracked: TrackedRequest, count: int) -> PackedPrefix:

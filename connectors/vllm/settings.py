@@ -17,12 +17,14 @@ class VllmSettings(EngineSettings):
 
     `lookup_seconds` is how long a request waits for a lookup, `promote_seconds` how long on top for what lies on disk
     alone, `bulk_seconds` how long a load or a store may take beside the time of its bytes. `buffer_bytes` of host
-    memory hold blocks on their way in one worker.
+    memory hold blocks on their way in one worker. With `by_layer` loads and stores go layer by layer inside a step,
+    where the engine can have it so: its CUDA graphs are piecewise then.
     """
 
     promote_seconds: float = 0.5
     buffer_bytes: int = 256 << 20
     store_generated: bool = True
+    by_layer: bool = False
 
 
 def parse_settings(given: Mapping[str, Any]) -> VllmSettings:

@@ -42,8 +42,8 @@ def python_of(engine):
 def record_vllm(record_support):
     """Says what vLLM was shown to do with the tiny model, or another."""
 
-    def record(feature, layout="full attention", model="Llama"):
-        record_support("vllm", VLLM, layout=layout, feature=feature, model=model, dtype="float32")
+    def record(feature, layout="full attention", model="Llama", dtype="float32"):
+        record_support("vllm", VLLM, layout=layout, feature=feature, model=model, dtype=dtype)
 
     return record
 

@@ -48,7 +48,7 @@ class Engine:
     def __init__(self, options):
         from vllm import LLM
 
-        self.llm = LLM(enforce_eager=True, dtype="float32", seed=0, disable_log_stats=False, **options)
+        self.llm = LLM(**{"enforce_eager": True, "dtype": "float32", "seed": 0, "disable_log_stats": False} | options)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler

@@ -193,7 +193,7 @@ class TinyEngine:
         answer = self.ask(request)
         count = -(-(len(prompt) + generated) // BLOCK_TOKENS)
         block_ids = [self.free.pop() for _ in range(count)]
-        self.scheduler.allocated(request, block_ids, answer)
+        self.scheduler.allocated(request, (block_ids,), answer)
         loaded = 0
         if answer:
             self.until(lambda: name in self.received)
@@ -202,7 +202,7 @@ class TinyEngine:
             request.num_computed_tokens = loaded
         self.check_loaded(prompt, block_ids, loaded)
         self.compute(request, block_ids, generated)
-        if self.scheduler.finished(request, block_ids):
+        if self.scheduler.finished(request, (block_ids,)):
             self.waiting_frees[name] = block_ids
         else:
             self.free += block_ids
@@ -233,7 +233,7 @@ class TinyEngine:
             for block in range(before // BLOCK_TOKENS, (before + chunk) // BLOCK_TOKENS):
                 for rank in self.ranks:
                     rank.compute(tokens, block, block_ids[block])
-            self.scheduler.scheduled(request.request_id, before + chunk, lambda: block_ids)
+            self.scheduler.scheduled(request.request_id, before + chunk, lambda: (block_ids,))
             self.step()
             request.num_computed_tokens += chunk
             if request.num_computed_tokens == request.num_tokens:
@@ -354,7 +354,7 @@ def test_the_tier_of_what_was_found_is_told(store, new_engine):
     request = Request("b", prompt_of(20))
     engine.scheduler.add(request)
     assert 16 == engine.ask(request)
-    engine.scheduler.allocated(request, list(range(5)), 16)
+    engine.scheduler.allocated(request, (list(range(5)),), 16)
     assert {Tier.HOST: 16} == engine.scheduler.hit_tiers(request, 16)
     engine.until(lambda: "b" in engine.received)
 
@@ -370,11 +370,11 @@ def test_an_abort_at_any_moment_gives_back_every_lease_and_block(store, new_engi
     elif moment != "new":
         assert 16 == engine.ask(request)
     if moment in ("loading", "loaded"):
-        engine.scheduler.allocated(request, list(range(5)), 16)
+        engine.scheduler.allocated(request, (list(range(5)),), 16)
     if moment == "loaded":
         engine.until(lambda: "b" in engine.received)
         request.num_computed_tokens = 16
-    assert engine.scheduler.finished(request, list(range(5))) is False
+    assert engine.scheduler.finished(request, (list(range(5)),)) is False
     engine.until(lambda: not engine.scheduler.leased_requests and not store.stats().leases)
     assert 0 == engine.scheduler.held_requests
 
@@ -407,10 +407,100 @@ def test_a_worker_that_is_switched_off_still_says_when_it_reads_no_block_any_mor
     engine.ranks[0].side.switch_off()
     request = Request("b", prompt_of(20, seed=2))
     engine.scheduler.add(request)
-    engine.scheduler.scheduled("b", 20, lambda: list(range(5)))
+    engine.scheduler.scheduled("b", 20, lambda: (list(range(5)),))
     request.num_computed_tokens = 20
-    assert engine.scheduler.finished(request, list(range(5))) is True
+    assert engine.scheduler.finished(request, (list(range(5)),)) is True
     engine.waiting_frees["b"] = []
     engine.until(lambda: not engine.scheduler.held_requests)
     assert engine.scheduler._soundness is Soundness.UNSOUND
     assert 0 == engine.run("c", prompt_of(20))
+
+
+class LayeredEngine(TinyEngine):
+    """vLLM's order of calls where loads and stores go by layer: a load is made inside the step that uses it."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.scheduler._parts.by_layer = True
+        for rank in self.ranks:
+            rank.side._layers = {name: place for place, name in enumerate(rank.caches)}
+
+    def step(self):
+        plan = self.scheduler.take_plan()
+        side = self.ranks[0].side
+        side.start_loads(plan)
+        for name in self.ranks[0].caches:
+            side.wait_layer(name)
+            side.save_layer(name, plan)
+        side.start_stores(plan)
+        sent, received = side.take_finished()
+        assert received == set()  # the request runs: vLLM waits for no load
+        ended = side.take_loaded_in_step()
+        self.scheduler.workers_are(side.soundness)
+        self.collect([sent], [ended], side.take_failed_blocks())
+        self.scheduler.layers_said(ended, side.layer_failures)
+
+    def ask(self, request):
+        answer = None
+        while answer is None:
+            answer, is_later = self.scheduler.matched_tokens(request, 0)
+            if answer is None:
+                self.step()
+        assert is_later is False
+        return answer
+
+
+@pytest.fixture
+def layered(store):
+    with ExitStack() as stack:
+
+        def start():
+            engine = LayeredEngine(store)
+            stack.callback(engine.close)
+            return engine
+
+        yield start
+
+
+def test_what_is_stored_by_layer_is_loaded_by_layer(store, layered):
+    first, second = layered(), layered()
+    prompt = prompt_of(22)
+    assert [0, 20] == [first.run("a", prompt, generated=10), second.run("b", prompt)]
+    assert BLOCKS == len(first.free) == len(second.free)
+    second.until(lambda: (store.stats().leases, store.stats().stages) == (0, 0))
+
+
+def test_nothing_is_stored_that_may_have_been_computed_from_a_load_that_failed(store, layered, monkeypatch):
+    first, second = layered(), layered()
+    prompt = prompt_of(22)
+    first.run("a", prompt)
+    side = second.ranks[0].side
+    monkeypatch.setattr(side._parts.client, "load_leased", lambda _match, _load: None)
+    before = side._parts.counters.snapshot(0).stored_blocks
+    plan = StepPlan()
+    tokens = packed([*prompt, *prompt_of(8, seed=2)])
+    plan.loads.append(BlockJob("b", Root(), tokens, 0, (1, 2, 3, 4, 5)))
+    plan.stores.append(BlockJob("b", Root(), tokens, 5, (6, 7)))
+    side.start_loads(plan)
+    for name in second.ranks[0].caches:
+        side.wait_layer(name)
+        side.save_layer(name, plan)
+    side.start_stores(plan)
+    assert {1, 2, 3, 4, 5} == side.take_failed_blocks()
+    assert ({"b"}, 1) == (side.take_loaded_in_step(), side.layer_failures)
+    unaware = StepPlan(stores=list(plan.stores))
+    side.start_stores(unaware)  # planned before anybody knew
+    side._store_thread.submit(lambda: None).result(30)
+    snapshot = side._parts.counters.snapshot(0)
+    assert (before, 4) == (snapshot.stored_blocks, snapshot.dropped_blocks)
+    side.start_stores(
+        StepPlan(stores=[BlockJob("c", Root(), packed(prompt_of(8, seed=3)), 0, (1, 2))], known_failures=1)
+    )
+    side._store_thread.submit(lambda: None).result(30)
+    assert before + 2 == side._parts.counters.snapshot(0).stored_blocks
+
+
+def packed(tokens):
+    known = PackedTokens()
+    known.extend_to(tokens, len(tokens))
+    return known.first(len(tokens))

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.connectors.vllm.layout import describe_layout, find_revision, rank_layout, rank_part
+from kvstore.connectors.vllm.layout import (
+    cache_groups,
+    describe_layout,
+    find_revision,
+    rank_layout,
+    rank_part,
+    token_shape,
+)
 from kvstore.types import KvLayout
 
 
@@ -30,6 +37,18 @@ class FullAttentionSpec:
 @dataclass
 class SlidingWindowSpec(FullAttentionSpec):
     sliding_window: int = 128
+
+
+@dataclass
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class MLAAttentionSpec(FullAttentionSpec):
+    num_kv_heads: int = 1
+    head_size: int = 576
+    head_size_v: int = 0
 
 
 @dataclass
@@ -95,10 +114,30 @@ def test_ranks_that_hold_the_same_heads_have_the_same_part():
     assert layout.part_bytes(0) == rank_layout(layout).block_bytes
 
 
+def test_layers_with_a_window_are_a_group_of_the_layout_behind_full_attention():
+    cache = cache_of(SlidingWindowSpec(), FullAttentionSpec(), SlidingWindowSpec(sliding_window=64))
+    layout = describe_layout(engine_of(), cache)
+    assert [(group.window, group.kv_heads, group.layers) for group in layout.groups] == [(128, 8, 2), (64, 8, 2)]
+    assert [(group.table, group.group) for group in cache_groups(cache)] == [(1, None), (0, 0), (2, 1)]
+    assert [rank_part(layout, 1, group) for group in (None, 0, 1)] == [1, 3, 5]
+    assert rank_layout(layout).part_bytes(1) == layout.part_bytes(2)
+
+
+def test_latents_are_one_head_that_one_rank_writes():
+    layout = describe_layout(engine_of(), cache_of(MLAAttentionSpec()))
+    assert (layout.kv_form, layout.kv_heads, layout.head_dim) == ("latent", 1, 576)
+    assert ([rank_part(layout, rank) for rank in range(2)], layout.writers) == ([0, 0], (0,))
+    assert token_shape(layout) == (1, 576)
+
+
 @pytest.mark.parametrize(
     ("said", "engine", "cache"),
     [
-        ("2 groups of cache layers", {}, cache_of(FullAttentionSpec(), SlidingWindowSpec())),
+        ("2 groups of cache layers", {}, cache_of(FullAttentionSpec(), FullAttentionSpec())),
+        ("MambaSpec", {}, cache_of(FullAttentionSpec(), MambaSpec())),
+        ("latent layers beside", {}, cache_of(MLAAttentionSpec(), SlidingWindowSpec())),
+        ("block_size 32, expected 16", {}, cache_of(FullAttentionSpec(), SlidingWindowSpec(block_size=32))),
+        ("9 groups", {}, cache_of(FullAttentionSpec(), *[SlidingWindowSpec() for _ in range(9)])),
         ("SlidingWindowSpec", {}, cache_of(SlidingWindowSpec())),
         ("dtype uint8", {}, cache_of(FullAttentionSpec(dtype="torch.uint8"))),
         ("is quantised", {}, cache_of(FullAttentionSpec(kv_quant_mode=1))),

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from kvstore.connectors.checkpoint_files import AdapterDigests, model_fingerprint
 from kvstore.connectors.common import UnsupportedModelError
-from kvstore.connectors.vllm.plan import BlockJob, PackedTokens, loadable_blocks, storable_blocks
+from kvstore.connectors.vllm.plan import (
+    NULL_BLOCK,
+    BlockJob,
+    PackedTokens,
+    PartBlocks,
+    live_blocks,
+    loadable_blocks,
+    storable_blocks,
+)
 from kvstore.connectors.vllm.requests import bypass_reason, root_of
 from kvstore.connectors.vllm.rows import RowPool
 from kvstore.connectors.vllm.settings import VllmSettings, parse_settings
@@ -144,12 +152,17 @@ def request(**changes):
     return SimpleNamespace(**plain | changes)
 
 
+def image(identifier):
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=SimpleNamespace(offset=1, length=2))
+
+
 @pytest.mark.parametrize(
     ("reason", "changes"),
     [
         (None, {}),
         (None, {"cache_salt": "tenant-b"}),
-        ("multimodal", {"mm_features": ["image"]}),
+        (None, {"mm_features": [image("a")]}),
+        ("multimodal", {"mm_features": [image("a"), image("")]}),
         ("embeddings", {"prompt_token_ids": None}),
         ("embeddings", {"prompt_embeds": "tensor"}),
         ("pooling", {"pooling_params": "mean", "sampling_params": None}),
@@ -160,7 +173,7 @@ def request(**changes):
     ],
 )
 def test_requests_whose_kv_is_not_that_of_their_tokens_are_bypassed(reason, changes):
-    assert reason == bypass_reason(request(**changes))
+    assert reason == bypass_reason(request(**changes), block_tokens=16)
 
 
 def test_adapters_salts_and_weights_have_roots_of_their_own(tmp_path):
@@ -188,7 +201,7 @@ class NumpyRows:
 @settings(deadline=None)
 @given(st.data())
 def test_runs_of_rows_never_overlap_and_all_come_back(data):
-    pool = RowPool(NumpyRows(), 4, 4 * 20)
+    pool = RowPool(NumpyRows(), 4, 20)
     taken = []
     for _ in range(data.draw(st.integers(0, 25))):
         if taken and data.draw(st.booleans()):
@@ -207,3 +220,16 @@ def test_runs_of_rows_never_overlap_and_all_come_back(data):
     for run in taken:
         pool.give_back(run)
     assert range(pool.count) == pool.take(pool.count)
+
+
+@pytest.mark.parametrize(
+    ("table", "span", "expected"),
+    [
+        ([5, 6, 7, 8], range(1, 4), PartBlocks(1, (6, 7, 8))),
+        ([NULL_BLOCK, NULL_BLOCK, 7, 8], range(1, 4), PartBlocks(2, (7, 8))),
+        ([NULL_BLOCK] * 4, range(2, 4), PartBlocks(4, ())),
+        ([], range(0), PartBlocks(0, ())),
+    ],
+)
+def test_blocks_that_slid_out_of_a_window_are_left_out(table, span, expected):
+    assert expected == live_blocks(table, span)
