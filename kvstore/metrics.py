@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvstore.cluster_metrics import CLUSTER_METRICS, NO_PEERS, PEER_METRICS
+from kvstore.engine_event_metrics import ENGINE_METRICS, Engines
 from kvstore.source_metric import Sample, SourceMetric, by_label, single
 from kvstore.stats import ClusterStats, PeerStats, StoreStats
 
@@ -463,6 +464,7 @@ class Readers:
     loop_stalls: Callable[[], int]
     cluster: Callable[[], ClusterStats] = ClusterStats
     peers: Callable[[], PeerStats] = lambda: NO_PEERS
+    engines: Callable[[], Engines] = tuple
 
 
 class StoreCollector(Collector):
@@ -492,6 +494,9 @@ class StoreCollector(Collector):
         peers = self._readers.peers()
         for peer_metric in PEER_METRICS:
             yield _family(peer_metric, peer_metric.read(peers))
+        engines = self._readers.engines()
+        for engine_metric in ENGINE_METRICS:
+            yield _family(engine_metric, engine_metric.read(engines))
         stats = self._readers.stats()
         for store_metric in STORE_METRICS:
             yield _family(store_metric, store_metric.read(stats))
@@ -507,7 +512,14 @@ def _family(metric: SourceMetric[Any], samples: Iterable[Sample]) -> Metric:
 
 def metric_names() -> tuple[str, ...]:
     """Every metric of ours, as scraped."""
-    declared = (*PROCESS_METRICS, *MEMORY_METRICS, *CLUSTER_METRICS, *PEER_METRICS, *STORE_METRICS)
+    declared = (
+        *PROCESS_METRICS,
+        *MEMORY_METRICS,
+        *CLUSTER_METRICS,
+        *PEER_METRICS,
+        *ENGINE_METRICS,
+        *STORE_METRICS,
+    )
     return (BUILD_INFO, LOOP_STALLS, CALL_SECONDS, *(metric.name for metric in declared))
 
 

@@ -28,6 +28,7 @@ from kvstore.cluster.locate import NodeView
 from kvstore.cluster.peers import open_peers
 from kvstore.cluster_metrics import NO_PEERS
 from kvstore.config import Config, read_secret
+from kvstore.engine_events.assembly import open_engines
 from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
 from kvstore.metrics import CallMetrics, Readers, make_registry
@@ -43,6 +44,7 @@ from kvstore.transport.server import TransportServer
 if TYPE_CHECKING:
     from kvstore.cluster.announcer import Announcer
     from kvstore.cluster.handover import HandOver
+    from kvstore.engine_events.assembly import Engines
     from kvstore.quota_config import QuotaConfig
     from kvstore.store import Store
 
@@ -110,6 +112,10 @@ def run(config: Config, *, ready: TextIO) -> None:
             stack.callback(peers.close)
             store.share_with(peers)
         leaving = Leaving(profile.name, open_hand_over(config.cluster, store, membership, peers, clock))
+        engines = open_engines(config.engine_events, clock)
+        if engines is not None:
+            engines.subscriber.start()
+            stack.callback(engines.subscriber.stop)
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -120,13 +126,24 @@ def run(config: Config, *, ready: TextIO) -> None:
             security=security,
             bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
             arena=config.transport.arena,
-            cluster=NodeView(store, membership, profile.name, config.cluster.announce_tokens),
+            cluster=NodeView(
+                store,
+                membership,
+                profile.name,
+                config.cluster.announce_tokens,
+                engines=None if engines is None else engines.overlay,
+            ),
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
         peer_stats = (lambda: NO_PEERS) if peers is None else peers.stats
-        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats)
+        engine_stats = tuple if engines is None else engines.overlay.stats
+        readers = Readers(
+            store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats, engine_stats
+        )
         registry = make_registry(readers, server, calls, __version__)
-        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: leaving.unready or server.unready)
+        health = NodeHealth(
+            lambda: _trouble(watch, server, announcer, engines), lambda: leaving.unready or server.unready
+        )
         address = config.server.metrics_address
         pages = stack.enter_context(contextlib.closing(NodePages(registry, health, address))) if address else None
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
@@ -216,10 +233,12 @@ def _end() -> None:
     os._exit(_EXIT_STALLED)
 
 
-def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer) -> str | None:
+def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer, engines: Engines | None) -> str | None:
     if watch.stalled:
         return "the event loop stands still"
     dead = [*server.dead_threads, *([] if announcer.is_alive else ["kvstore-announcer"])]
+    if engines is not None and not engines.subscriber.is_alive:
+        dead.append("kvstore-engine-events")
     return f"threads have ended: {', '.join(dead)}" if dead else None
 
 

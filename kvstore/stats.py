@@ -108,6 +108,16 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineStats:
+    """An engine whose KV events a node follows: whether it is there, the blocks it holds, and events by outcome."""
+
+    engine: str
+    is_connected: bool
+    blocks: int
+    events: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStats:
     """What a node and its directory told each other since the node's start.
 
