@@ -113,6 +113,16 @@ class EngineEventsMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.publisher.held, key=repr)))
         self.sent.append(self.publisher.publish([self.publisher.remove(block)]))
 
+    @precondition(lambda self: self.publisher.held)
+    @rule(data=st.data())
+    def evict_unseen(self, data: st.DataObject) -> None:
+        """What is lost for good may have been a removal."""
+        self.deliver()
+        block = data.draw(st.sampled_from(sorted(self.publisher.held, key=repr)))
+        self.publisher.publish([self.publisher.remove(block)])
+        self.publisher.buffer.clear()
+        self.arrive()
+
     @rule()
     def reset(self) -> None:
         self.publisher.held.clear()
