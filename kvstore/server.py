@@ -28,7 +28,7 @@ from kvstore.cluster.locate import NodeView
 from kvstore.cluster.peers import open_peers
 from kvstore.cluster_metrics import NO_PEERS
 from kvstore.config import Config, read_secret
-from kvstore.engine_events.assembly import open_engines
+from kvstore.engine_events.assembly import following
 from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
 from kvstore.metrics import CallMetrics, Readers, make_registry
@@ -112,10 +112,7 @@ def run(config: Config, *, ready: TextIO) -> None:
             stack.callback(peers.close)
             store.share_with(peers)
         leaving = Leaving(profile.name, open_hand_over(config.cluster, store, membership, peers, clock))
-        engines = open_engines(config.engine_events, clock)
-        if engines is not None:
-            engines.subscriber.start()
-            stack.callback(engines.subscriber.stop)
+        engines = stack.enter_context(following(config.engine_events, clock))
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -126,20 +123,12 @@ def run(config: Config, *, ready: TextIO) -> None:
             security=security,
             bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
             arena=config.transport.arena,
-            cluster=NodeView(
-                store,
-                membership,
-                profile.name,
-                config.cluster.announce_tokens,
-                engines=None if engines is None else engines.overlay,
-            ),
+            cluster=NodeView(store, membership, profile.name, config.cluster.announce_tokens, engines=engines),
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
         peer_stats = (lambda: NO_PEERS) if peers is None else peers.stats
-        engine_stats = tuple if engines is None else engines.overlay.stats
-        readers = Readers(
-            store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats, engine_stats
-        )
+        cluster_stats = (announcer.stats, peer_stats, engines.stats)
+        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, *cluster_stats)
         registry = make_registry(readers, server, calls, __version__)
         health = NodeHealth(
             lambda: _trouble(watch, server, announcer, engines), lambda: leaving.unready or server.unready
@@ -237,7 +226,7 @@ def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer, en
     if watch.stalled:
         return "the event loop stands still"
     dead = [*server.dead_threads, *([] if announcer.is_alive else ["kvstore-announcer"])]
-    if engines is not None and not engines.subscriber.is_alive:
+    if not engines.is_alive:
         dead.append("kvstore-engine-events")
     return f"threads have ended: {', '.join(dead)}" if dead else None
 
