@@ -222,7 +222,7 @@ def _end() -> None:
     os._exit(_EXIT_STALLED)
 
 
-def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer, engines: Engines | None) -> str | None:
+def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer, engines: Engines) -> str | None:
     if watch.stalled:
         return "the event loop stands still"
     dead = [*server.dead_threads, *([] if announcer.is_alive else ["kvstore-announcer"])]

@@ -118,6 +118,29 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class UpstreamStats:
+    """A server behind the proxy: whether it is well, the tokens that it has to compute, and requests by outcome."""
+
+    name: str
+    is_healthy: bool
+    waiting_tokens: int
+    outcomes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStats:
+    """What a proxy did since its start. `located_tokens` are those that the chosen servers need not compute."""
+
+    prompts: int
+    prompt_tokens: int
+    located_tokens: int
+    without_tokens: int
+    locate_failures: int
+    decision_seconds: float
+    upstreams: tuple[UpstreamStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStats:
     """What a node and its directory told each other since the node's start.
 
