@@ -9,6 +9,8 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+import uvloop
+
 from kvstore import __version__
 from kvstore.errors import ConfigError, UnavailableError
 from kvstore.metrics import make_route_registry, render
@@ -45,7 +47,7 @@ def run(options: RouteOptions, *, ready: TextIO) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
     upstreams = upstreams_of(options.upstreams, options.nodes)
     try:
-        asyncio.run(_serve(options, upstreams, ready))
+        uvloop.run(_serve(options, upstreams, ready))
     except OSError as err:
         raise UnavailableError(f"{options.host}:{options.port} cannot be served on: {err.strerror or err}") from err
 

@@ -1,4 +1,4 @@
-"""The proxy before real HTTP servers: where prompts go, what is passed through, and what a failure on each side does."""
+"""The proxy before real HTTP servers: where prompts go, what is passed through, what a failure on each side does."""
 
 from __future__ import annotations
 
