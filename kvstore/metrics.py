@@ -519,6 +519,7 @@ def metric_names() -> tuple[str, ...]:
         *CLUSTER_METRICS,
         *PEER_METRICS,
         *ENGINE_METRICS,
+        *ROUTE_METRICS,
         *STORE_METRICS,
     )
     return (BUILD_INFO, LOOP_STALLS, CALL_SECONDS, *(metric.name for metric in declared))
