@@ -77,7 +77,7 @@ async def measure(addresses: dict[str, str], prompt: list[int], requests: int) -
                 begun_at = time.perf_counter()
                 async with session.post(f"http://{address}{PATH}", data=body) as answer:
                     await answer.read()
-                    assert answer.status == 200
+                    assert answer.status == 200, await answer.text()
                 if number >= 20:
                     seconds[way].append(time.perf_counter() - begun_at)
     return seconds

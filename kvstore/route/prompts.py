@@ -137,5 +137,5 @@ def length_of(tokens: list[int] | None, raw: bytes) -> int:
 def _as_ids(value: object) -> list[int] | None:
     if not isinstance(value, list) or not value:
         return None
-    is_ids = all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= TOKEN_MAX for item in value)
+    is_ids = set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= TOKEN_MAX  # 0.2 ms for 8k
     return value if is_ids else None

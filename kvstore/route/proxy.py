@@ -36,6 +36,7 @@ BODY_BYTES_MAX = 64 * 2**20
 PROBE_SECONDS = 2.0
 TOKENIZE_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
+IDLE_SECONDS = 2.0  # less than servers keep a connection, so that they close none under a request
 _GATEWAY_ERRORS = (502, 503, 504)
 # Those of one connection, not of the message (RFC 9110, section 7.6.1), and what is counted anew.
 _OWN_HEADERS = frozenset(
@@ -79,7 +80,7 @@ class Proxy:
         """Serve from now on, `metrics` at /metrics; gives the address."""
         self._metrics = metrics
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        connector = aiohttp.TCPConnector(limit=REQUESTS_MAX + 2 * len(self._upstreams))
+        connector = aiohttp.TCPConnector(limit=REQUESTS_MAX + 2 * len(self._upstreams), keepalive_timeout=IDLE_SECONDS)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
         app = web.Application(client_max_size=BODY_BYTES_MAX)
         app.router.add_get("/metrics", self._serve_metrics)
@@ -199,7 +200,8 @@ class Proxy:
                     return await self._answer(request, upstream, answer, first)
             except (aiohttp.ClientError, TimeoutError) as err:
                 upstream.count("failed")
-                upstream.is_healthy = False  # until the next probe
+                if isinstance(err, aiohttp.ClientConnectorError):
+                    upstream.is_healthy = False  # until the next probe
                 logger.warning("server failed before its first byte: upstream=%s cause=%s", upstream.name, err)
                 return None
             except asyncio.CancelledError:

@@ -54,15 +54,15 @@ def order_of(
     affinity_key: bytes,
     policy: RoutingPolicy = DEFAULT_POLICY,
 ) -> list[tuple[Upstream, int]]:
-    """The healthy servers, the best first, and what each would have to compute of the prompt.
+    """All servers, the best first, those that are not well last, and what each would have to compute of the prompt.
 
     Where nobody is known to hold any of it the affinity key decides, so that the same beginning goes to the same
     server, as long as that has no more than its share of all work. O(upstreams squared).
     """
-    left = {upstream.name: upstream for upstream in upstreams if upstream.is_healthy}
-    engines = {name: matches.get(name, EngineMatch(name)) for name in left}
+    engines = {upstream.name: matches.get(upstream.name, EngineMatch(upstream.name)) for upstream in upstreams}
     costs = {name: round(engine_cost(engine, prompt_tokens, policy)) for name, engine in engines.items()}
-    is_known = any(cost < prompt_tokens for cost in costs.values())
+    is_known = any(costs[upstream.name] < prompt_tokens for upstream in upstreams if upstream.is_healthy)
+    left = {upstream.name: upstream for upstream in upstreams if upstream.is_healthy}
     order = []
     while left:
         waiting = {name: upstream.waiting_tokens for name, upstream in left.items()}
@@ -76,4 +76,4 @@ def order_of(
             names = affinity_order(list(left), affinity_key)
             name = next((name for name in names if waiting[name] <= limit), names[0])
         order.append((left.pop(name), costs[name]))
-    return order
+    return order + [(upstream, costs[upstream.name]) for upstream in upstreams if not upstream.is_healthy]

@@ -37,12 +37,13 @@ def test_every_healthy_server_is_tried_once_and_none_has_more_than_its_share_at_
     assert first.waiting_tokens <= limit
 
 
-def test_servers_that_are_not_well_are_left_out():
-    upstreams = upstreams_of(0, 0)
+def test_servers_that_are_not_well_are_tried_last():
+    upstreams = upstreams_of(0, 9, 0)
     upstreams[0].is_healthy = False
-    assert ["b"] == [upstream.name for upstream, _ in order_of(upstreams, {}, 10, b"")]
-    upstreams[1].is_healthy = False
-    assert [] == order_of(upstreams, {}, 10, b"")
+    held = {"a": EngineMatch("a", 10)}
+    assert ["c", "b", "a"] == [upstream.name for upstream, _ in order_of(upstreams, held, 10, b"")]
+    upstreams[1].is_healthy = upstreams[2].is_healthy = False
+    assert ["a", "b", "c"] == [upstream.name for upstream, _ in order_of(upstreams, held, 10, b"")]
 
 
 def test_a_request_weighs_its_prompt_until_it_is_answered_and_then_a_little_until_it_ends():
