@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.cluster_config import ClusterConfig, check_cluster
 from kvstore.codec_config import DISK_KIND as DISK_KIND
 from kvstore.codec_config import CodecConfig, PackedConfig, check_codecs, check_packed
+from kvstore.engine_event_config import EngineEventConfig, check_engine_events
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
@@ -340,6 +341,9 @@ class Config:
     quota: Mapping[str, QuotaConfig] = field(default_factory=dict, metadata={"by_name": QuotaConfig})
     codec: Mapping[str, CodecConfig] = field(default_factory=dict, metadata={"by_name": CodecConfig})
     events: EventsConfig = field(default_factory=EventsConfig)
+    engine_events: Mapping[str, EngineEventConfig] = field(
+        default_factory=dict, metadata={"by_name": EngineEventConfig}
+    )
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -583,6 +587,7 @@ def _check(config: Config) -> None:
     packed_bytes = check_packed(config.tiers.packed, disk_bytes=config.disk_bytes)
     check_quotas(config.quota, {"host": config.tiers.host.capacity_bytes, "disk": packed_bytes or config.disk_bytes})
     check_cluster(config.cluster)
+    check_engine_events(config.engine_events)
     check_codecs(config.codec, config.tiers.disk, {"disk": config.disk_bytes, "packed": packed_bytes})
 
 

@@ -7,6 +7,7 @@
         InvalidNamespaceError                    a Namespace or Root with a missing or oversize field
         InvalidBufferError                       a buffer of the wrong shape, size, or not writable
         ConfigError                              a setting that is unknown, malformed or out of range
+        EngineEventsError                        what an engine published is no batch of KV events
       LayoutMismatchError                        the other side holds this namespace under another layout
       PermissionDeniedError                      the caller may not do this, or did not prove a namespace's secret
       UnauthenticatedError                       who calls is not known: no token, or a wrong, expired or revoked one
@@ -53,6 +54,10 @@ class InvalidBufferError(InvalidArgumentError):
 
 class ConfigError(InvalidArgumentError):
     """A setting is unknown, malformed or out of range."""
+
+
+class EngineEventsError(InvalidArgumentError):
+    """What an engine published is no batch of KV events; nothing of it counts."""
 
 
 class LayoutMismatchError(KvstoreError):

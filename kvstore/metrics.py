@@ -14,13 +14,15 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from kvstore.cluster_metrics import CLUSTER_METRICS, NO_PEERS, PEER_METRICS
+from kvstore.engine_event_metrics import ENGINE_METRICS, Engines
+from kvstore.route_metrics import ROUTE_METRICS
 from kvstore.source_metric import Sample, SourceMetric, by_label, single
-from kvstore.stats import ClusterStats, PeerStats, StoreStats
+from kvstore.stats import ClusterStats, PeerStats, RouteStats, StoreStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -479,6 +481,7 @@ class Readers:
     loop_stalls: Callable[[], int]
     cluster: Callable[[], ClusterStats] = ClusterStats
     peers: Callable[[], PeerStats] = lambda: NO_PEERS
+    engines: Callable[[], Engines] = tuple
 
 
 class StoreCollector(Collector):
@@ -508,6 +511,9 @@ class StoreCollector(Collector):
         peers = self._readers.peers()
         for peer_metric in PEER_METRICS:
             yield _family(peer_metric, peer_metric.read(peers))
+        engines = self._readers.engines()
+        for engine_metric in ENGINE_METRICS:
+            yield _family(engine_metric, engine_metric.read(engines))
         stats = self._readers.stats()
         for store_metric in STORE_METRICS:
             yield _family(store_metric, store_metric.read(stats))
@@ -523,7 +529,15 @@ def _family(metric: SourceMetric[Any], samples: Iterable[Sample]) -> Metric:
 
 def metric_names() -> tuple[str, ...]:
     """Every metric of ours, as scraped."""
-    declared = (*PROCESS_METRICS, *MEMORY_METRICS, *CLUSTER_METRICS, *PEER_METRICS, *STORE_METRICS)
+    declared = (
+        *PROCESS_METRICS,
+        *MEMORY_METRICS,
+        *CLUSTER_METRICS,
+        *PEER_METRICS,
+        *ENGINE_METRICS,
+        *ROUTE_METRICS,
+        *STORE_METRICS,
+    )
     return (BUILD_INFO, LOOP_STALLS, CALL_SECONDS, *(metric.name for metric in declared))
 
 
@@ -534,3 +548,33 @@ def make_registry(readers: Readers, process: ProcessState, calls: CallMetrics, v
     registry.register(StoreCollector(readers, process, version))
     ProcessCollector(registry=registry)
     return registry
+
+
+class RouteCollector(Collector):
+    """Reads what a proxy counts, at each scrape."""
+
+    def __init__(self, read: Callable[[], RouteStats], version: str) -> None:
+        self._read = read
+        self._version = version
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at each scrape."""
+        build = GaugeMetricFamily(BUILD_INFO, BUILD_INFO_SENTENCE, labels=("version",))
+        build.add_metric((self._version,), 1)
+        yield build
+        stats = self._read()
+        for metric in ROUTE_METRICS:
+            yield _family(metric, metric.read(stats))
+
+
+def make_route_registry(read: Callable[[], RouteStats], version: str) -> CollectorRegistry:
+    """A registry of a proxy's own, with the usual `process_*` metrics."""
+    registry = CollectorRegistry()
+    registry.register(RouteCollector(read, version))
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The page that Prometheus reads."""
+    return generate_latest(registry)

@@ -56,12 +56,14 @@ class NodeMatch:
     """How many tokens of a prompt a node holds, by tier.
 
     Of the node that was asked it is exact. Of others it is what the directory says: the last boundary that they hold,
-    all in the tier PEER.
+    all in the tier PEER. `device_tokens` is what engines that this node follows hold in their devices' memory, by
+    the engine's name, whether or not the node holds it too; it is no part of `tokens`.
     """
 
     node: Node
     tokens: int
     tiers: dict[Tier, int]
+    device_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

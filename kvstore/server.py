@@ -35,6 +35,7 @@ from kvstore.cluster.locate import NodeView
 from kvstore.cluster.peers import open_peers
 from kvstore.cluster_metrics import NO_PEERS
 from kvstore.config import Config, read_secret
+from kvstore.engine_events.assembly import following
 from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
 from kvstore.metrics import CallMetrics, Readers, make_registry
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.drain import Drainer
     from kvstore.cluster.peers import ClusterPeers
     from kvstore.cluster_config import ClusterConfig
+    from kvstore.engine_events.assembly import Engines
     from kvstore.quota_config import QuotaConfig
     from kvstore.store import Store
 
@@ -118,6 +120,7 @@ def run(config: Config, *, ready: TextIO) -> None:
         store = stack.enter_context(_open(config))
         side = _open_cluster(config, store, membership, stack, transfers=lambda: server.transfers)
         announcer = side.announcer
+        engines = stack.enter_context(following(config.engine_events, clock))
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -128,15 +131,16 @@ def run(config: Config, *, ready: TextIO) -> None:
             security=security,
             bulk_engine=engine_host(config.transport.bulk, config.transport.bulk_tenants),
             arena=config.transport.arena,
-            cluster=NodeView(store, membership, side.name, config.cluster.announce_tokens),
+            cluster=NodeView(store, membership, side.name, config.cluster.announce_tokens, engines=engines),
             draining=side.drainer,
             deletions=side.deletions,
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
         peer_stats = (lambda: NO_PEERS) if side.peers is None else side.peers.stats
-        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, announcer.stats, peer_stats)
+        cluster_stats = (announcer.stats, peer_stats, engines.stats)
+        readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, *cluster_stats)
         registry = make_registry(readers, server, calls, __version__)
-        health = NodeHealth(lambda: _trouble(watch, server, announcer), lambda: _unready(side.drainer, server))
+        health = NodeHealth(lambda: _trouble(watch, server, announcer, engines), lambda: _unready(side.drainer, server))
         nodes = membership.nodes if config.cluster.directory else tuple
         prefixes = HotPrefixes(store, clock)
         sources = PageSources(store.stats, peer_stats, calls, prefixes, nodes, side.name, __version__, clock)
@@ -281,10 +285,12 @@ def _end() -> None:
     os._exit(_EXIT_STALLED)
 
 
-def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer) -> str | None:
+def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer, engines: Engines) -> str | None:
     if watch.stalled:
         return "the event loop stands still"
     dead = [*server.dead_threads, *([] if announcer.is_alive else ["kvstore-announcer"])]
+    if not engines.is_alive:
+        dead.append("kvstore-engine-events")
     return f"threads have ended: {', '.join(dead)}" if dead else None
 
 

@@ -122,6 +122,39 @@ class NamespaceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineStats:
+    """An engine whose KV events a node follows: whether it is there, the blocks it holds, and events by outcome."""
+
+    engine: str
+    is_connected: bool
+    blocks: int
+    events: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamStats:
+    """A server behind the proxy: whether it is well, the tokens that it has to compute, and requests by outcome."""
+
+    name: str
+    is_healthy: bool
+    waiting_tokens: int
+    outcomes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStats:
+    """What a proxy did since its start. `located_tokens` are those that the chosen servers need not compute."""
+
+    prompts: int
+    prompt_tokens: int
+    located_tokens: int
+    without_tokens: int
+    locate_failures: int
+    decision_seconds: float
+    upstreams: tuple[UpstreamStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStats:
     """What a node and its directory told each other since the node's start.
 

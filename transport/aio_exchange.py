@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvstore.errors import UnavailableError
 from kvstore.transport import wire
@@ -70,8 +70,7 @@ class AsyncExchange(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
-        assert isinstance(transport, asyncio.Transport), type(transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # that of uvloop is no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""

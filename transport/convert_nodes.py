@@ -64,6 +64,7 @@ def node_match_to_proto(match: NodeMatch) -> admin_pb.NodeMatch:
         tokens=match.tokens,
         host_tokens=match.tiers.get(Tier.HOST, 0),
         disk_tokens=match.tiers.get(Tier.DISK, 0),
+        device_tokens=match.device_tokens,
     )
 
 
@@ -72,7 +73,10 @@ def node_match_from_proto(message: admin_pb.NodeMatch) -> NodeMatch:
     rest = message.tokens - message.host_tokens - message.disk_tokens
     tiers = {Tier.HOST: message.host_tokens, Tier.DISK: message.disk_tokens, Tier.PEER: rest}
     return NodeMatch(
-        node_from_proto(message.node), message.tokens, {tier: tokens for tier, tokens in tiers.items() if tokens > 0}
+        node_from_proto(message.node),
+        message.tokens,
+        {tier: tokens for tier, tokens in tiers.items() if tokens > 0},
+        dict(message.device_tokens),
     )
 
 

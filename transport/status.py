@@ -26,6 +26,7 @@ _CODES: dict[type[errors.KvstoreError], grpc.StatusCode] = {
     errors.InvalidNamespaceError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidBufferError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.EngineEventsError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.LayoutMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,

@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_namespaces(commands)
     _add_replay(commands)
     _add_bench(commands)
+    _add_route(commands)
     _add_check(commands)
     _add_config(commands)
     _add_dashboards(commands)
@@ -231,6 +232,25 @@ def _add_bench(commands: Commands) -> None:
     load.add_argument("--metrics", metavar="HOST:PORT", help="the sidecar's metrics page, to watch its memory")
     load.add_argument("--pid", metavar="PID", type=int, help="the sidecar's process, to watch its memory and files")
     _add_json(load)
+
+
+def _add_route(commands: Commands) -> None:
+    route = _add(commands, "route", "route:route", "A proxy that sends prompts to the server that holds their prefix.")
+    route.add_argument("--listen", metavar="HOST:PORT", default="127.0.0.1:8000", help="(default %(default)s)")
+    route.add_argument(
+        "--upstream", metavar="NAME=URL", action="append", default=[], help="a server and its engine's name; repeatable"
+    )
+    route.add_argument(
+        "--node", metavar="NAME=NODE", action="append", default=[], help="the node beside a server; repeatable"
+    )
+    route.add_argument(
+        "--tokenizer", metavar="PATH", default="engine", help="folder of one, engine or none (default %(default)s)"
+    )
+    route.add_argument(
+        "--adapter-digest", metavar="NAME=DIGEST", action="append", default=[], help="of a LoRA adapter; repeatable"
+    )
+    _add_namespace(route)
+    _add_sidecar(route)
 
 
 def _add_check(commands: Commands) -> None:

@@ -84,6 +84,7 @@ def locate(arguments: argparse.Namespace) -> int:
             "node": located.node.name,
             "tokens": located.tokens,
             "tiers": {tier.name.lower(): count for tier, count in located.tiers.items()},
+            "device": located.device_tokens,
         }
         for located in found
     ]
@@ -239,10 +240,11 @@ def _ttl_seconds(text: str | None) -> float | None:
 
 
 def _places(located: NodeMatch) -> str:
-    return ", ".join(
+    tiers = [
         f"{tokens} to a boundary" if tier is Tier.PEER else f"{tokens} in {tier.name.lower()}"
         for tier, tokens in located.tiers.items()
-    )
+    ]
+    return ", ".join([*tiers, *(f"{tokens} in device of {name}" for name, tokens in located.device_tokens.items())])
 
 
 def _tier_blocks(found: PrefixMatch) -> dict[str, int]:

@@ -38,13 +38,30 @@ class LocatedStore(Protocol):
         ...
 
 
+class EngineMemory(Protocol):
+    """What engines hold in their devices' memory."""
+
+    def device_tokens(self, namespace: Namespace, tokens: Tokens, root: Root | None) -> dict[str, int]:
+        """Leading tokens of a prompt, by the engine's name."""
+        ...
+
+
 class NodeView:
     """A kvstore.transport.cluster_view.ClusterView over a directory. Any thread may call."""
 
-    def __init__(self, store: LocatedStore, directory: Directory, node_name: str, announce_tokens: int) -> None:
+    def __init__(
+        self,
+        store: LocatedStore,
+        directory: Directory,
+        node_name: str,
+        announce_tokens: int,
+        *,
+        engines: EngineMemory | None = None,
+    ) -> None:
         self._store = store
         self._directory = directory
         self._announce_tokens = announce_tokens
+        self._engines = engines
         self.node_name = node_name
 
     def nodes(self) -> Sequence[Node]:
@@ -59,12 +76,13 @@ class NodeView:
         """
         block_tokens = namespace.layout.block_tokens
         own = self._store.match(namespace, tokens, root=root, touch=False)
+        device_tokens = {} if self._engines is None else self._engines.device_tokens(namespace, tokens, root)
         found = self._told(namespace, tokens, root)
         matches = []
         for node in self._directory.nodes():
             if node.name == self.node_name:
                 tiers = {tier: blocks * block_tokens for tier, blocks in own.tiers.items()}
-                matches.append(NodeMatch(node, own.tokens, tiers))
+                matches.append(NodeMatch(node, own.tokens, tiers, device_tokens))
             else:
                 held = found.get(node.slot, 0) * block_tokens
                 matches.append(NodeMatch(node, held, {Tier.PEER: held} if held else {}))

@@ -6,6 +6,7 @@ import array
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 

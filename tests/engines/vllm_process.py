@@ -5,6 +5,7 @@ abort      prompt, steps, pace                      -> takes that many steps, ab
            a "patient" pace waits before each step for what the connector has begun
 reset      the engine's own cache, and the connector's if `connector` is true
 limit      how many blocks of each load arrive; null for all
+held       prompts, salts                           -> how many leading tokens of each are in the engine's own cache
 counts     what the connector has counted, what is held and leased, and the engine's free blocks
 """
 
@@ -122,6 +123,18 @@ class Engine:
 
     def reset(self, connector=False):
         return {"reset": self.llm.reset_prefix_cache(reset_connector=connector)}
+
+    def held(self, prompts, salts):
+        from vllm.v1.request import Request
+
+        pool = self.scheduler.kv_cache_manager.block_pool
+        tokens = []
+        for number, (prompt, salt) in enumerate(zip(prompts, salts, strict=True)):
+            hasher = self.core.request_block_hasher
+            request = Request(f"held-{number}", prompt, self.params(1), None, cache_salt=salt, block_hasher=hasher)
+            known = [pool.get_cached_block(block_hash, [0]) is not None for block_hash in request.block_hashes]
+            tokens.append([*known, False].index(False) * pool.hash_block_size)
+        return {"tokens": tokens}
 
     @property
     def connector(self):

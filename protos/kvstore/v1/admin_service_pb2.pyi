@@ -223,16 +223,25 @@ class LocateResponse(_message.Message):
     def __init__(self, matches: _Optional[_Iterable[_Union[NodeMatch, _Mapping]]] = ...) -> None: ...
 
 class NodeMatch(_message.Message):
-    __slots__ = ("node", "tokens", "host_tokens", "disk_tokens")
+    __slots__ = ("node", "tokens", "host_tokens", "disk_tokens", "device_tokens")
+    class DeviceTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NODE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     node: Node
     tokens: int
     host_tokens: int
     disk_tokens: int
-    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
+    device_tokens: _containers.ScalarMap[str, int]
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., device_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("order", "wait")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.cluster.routing import RoutingPolicy, choose_node
+from kvstore.cluster.routing import EngineMatch, RoutingPolicy, choose_engine, choose_node
 from kvstore.errors import InvalidArgumentError
 from kvstore.nodes import Node, NodeMatch, NodeState
 from kvstore.types import Tier
@@ -90,3 +90,32 @@ def test_a_node_that_drains_is_chosen_only_where_there_is_no_other():
     draining = replace(full, node=replace(full.node, state=NodeState.DRAINING))
     chosen = [choose_node(matches, 4096, {}) for matches in ([draining, empty], [draining])]
     assert ["b", "a"] == [None if match is None else match.node.name for match in chosen]
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        # What lies in the engine's own memory comes before what its node would have to copy there.
+        ({"a": (2048, 0), "b": (0, 2048)}, "a"),
+        ({"a": (2048, 2048), "b": (0, 2048)}, "a"),
+        # More on the node outweighs a little less in the engine.
+        ({"a": (512, 512), "b": (0, 4096)}, "b"),
+        # Of what both hold only what is behind the engine's own counts.
+        ({"a": (1024, 4096), "b": (0, 4096)}, "a"),
+        ({"a": (0, 0), "b": (16, 0)}, "b"),
+    ],
+)
+def test_a_prompt_goes_to_the_engine_that_holds_it(engines, expected) -> None:
+    given = []
+    for name, (device, host) in engines.items():
+        (node,) = located(**{name: host})
+        given.append(EngineMatch(name, device, node))
+    assert expected == choose_engine(given, 4096, {}).name
+    assert expected == choose_engine(given[::-1], 4096, {}).name
+
+
+def test_an_engine_with_more_than_its_share_takes_nothing_more() -> None:
+    engines = [EngineMatch("a", 4096), EngineMatch("b"), EngineMatch("c")]
+    assert "a" != choose_engine(engines, 4096, {"a": 6000}).name
+    assert "a" == choose_engine(engines, 4096, {"a": 1000, "b": 900, "c": 900}).name
+    assert choose_engine([], 10, {}) is None

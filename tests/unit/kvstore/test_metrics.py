@@ -13,9 +13,20 @@ from kvstore.metrics import (
     CallMetrics,
     Readers,
     make_registry,
+    make_route_registry,
     metric_names,
 )
-from kvstore.stats import ClusterStats, CodecStats, PeerStats, StoreStats, TierStats, WhatIf
+from kvstore.stats import (
+    ClusterStats,
+    CodecStats,
+    EngineStats,
+    PeerStats,
+    RouteStats,
+    StoreStats,
+    TierStats,
+    UpstreamStats,
+    WhatIf,
+)
 from kvstore.tiers.extent_stock import HostMemoryState
 from kvstore.tiers.huge_pages import PageKind
 from kvstore.transport.arena_service import ArenaUse
@@ -77,7 +88,11 @@ CLUSTER = ClusterStats(
 PEERS = PeerStats(
     fetches={"fetched": 101, "stale": 102}, choices={"recompute": 103}, bytes=104, tokens=105, claims=106, depth=107
 )
-READERS = Readers(lambda: STATS, lambda: MEMORY, lambda: 32, lambda: CLUSTER, lambda: PEERS)
+ENGINES = (EngineStats("gpu-0", is_connected=True, blocks=41, events={"applied": 42, "gap": 43}),)
+ROUTE = RouteStats(
+    1, 2, 3, 4, 5, 6.0, (UpstreamStats("gpu-0", is_healthy=True, waiting_tokens=7, outcomes={"answered": 8}),)
+)
+READERS = Readers(lambda: STATS, lambda: MEMORY, lambda: 32, lambda: CLUSTER, lambda: PEERS, lambda: ENGINES)
 
 
 class Process:
@@ -93,6 +108,10 @@ class Process:
 
 
 EXPECTED = {
+    ("kvstore_engine_connected", "gpu-0"): 1,
+    ("kvstore_engine_device_blocks", "gpu-0"): 41,
+    ("kvstore_engine_events_total", "gpu-0,applied"): 42,
+    ("kvstore_engine_events_total", "gpu-0,gap"): 43,
     ("kvstore_build_info", "1.2.3"): 1,
     ("kvstore_loop_stalls_total", ""): 32,
     ("kvstore_peer_fetches_total", "fetched"): 101,
@@ -236,6 +255,7 @@ def test_there_are_no_created_series_and_no_names_beyond_the_declared_ones():
     calls.observe("Match", 0.001, "OK")
 
     names = {name for name, _ in values(make_registry(READERS, Process(), calls, "1"))}
+    names |= {name for name, _ in values(make_route_registry(lambda: ROUTE, "1"))}
 
     ours = {name for name in names if name.startswith("kvstore_")}
     assert [] == [name for name in names if name.endswith("_created")]
