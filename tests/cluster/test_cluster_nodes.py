@@ -15,6 +15,7 @@ import pytest
 
 import kvstore
 from kvstore.cli import main
+from kvstore.nodes import NodeState
 from kvstore.testing.blocks import store_prompt, verified_blocks
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def names(client: kvstore.Client) -> list[str]:
-    return sorted(node.name for node in client.nodes()[1])
+    return sorted(node.name for node in client.nodes()[1] if node.state is not NodeState.GONE)
 
 
 def tokens_by_node(client: kvstore.Client) -> dict[str, int]:
