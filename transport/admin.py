@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.api import SCRUB_BYTES
 from kvstore.errors import InvalidArgumentError, NoSpaceError, PermissionDeniedError
+from kvstore.nodes import NodeState
 from kvstore.transport import convert, convert_nodes
 from kvstore.transport.cluster_view import ListingStore
 from kvstore.transport.principal import caller
@@ -106,9 +107,11 @@ class AdminService:
         if cluster is None:
             return pb.ListNodesResponse()
         nodes = await self._state.short.run(cluster.nodes)
-        return pb.ListNodesResponse(
-            node_name=cluster.node_name, nodes=[convert_nodes.node_to_proto(node) for node in nodes]
-        )
+        answer = pb.ListNodesResponse(node_name=cluster.node_name)
+        for node in nodes:
+            told = answer.gone if node.state is NodeState.GONE else answer.nodes
+            told.append(convert_nodes.node_to_proto(node))
+        return answer
 
     async def locate(self, request: pb.LocateRequest) -> pb.LocateResponse:
         """What each node holds of a prompt."""

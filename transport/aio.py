@@ -386,7 +386,7 @@ class AsyncClient:
         return await self._run(plans.scrub(after, limit_bytes))
 
     async def nodes(self) -> tuple[str, tuple[Node, ...]]:
-        """What the server's node is called, and the living nodes of its cluster."""
+        """What the server's node is called, the living nodes of its cluster, and those in the state GONE."""
         return await self._run(plans.list_nodes())
 
     async def drain(self, order: DrainOrder | None, *, wait_seconds: float = 0.0) -> DrainProgress:

@@ -253,7 +253,7 @@ def list_nodes() -> Plan[admin_pb.ListNodesResponse, tuple[str, tuple[Node, ...]
     request = admin_pb.ListNodesRequest()
 
     def read(answer: admin_pb.ListNodesResponse) -> tuple[str, tuple[Node, ...]]:
-        return answer.node_name, tuple(convert_nodes.node_from_proto(node) for node in answer.nodes)
+        return answer.node_name, tuple(convert_nodes.node_from_proto(node) for node in (*answer.nodes, *answer.gone))
 
     return Plan(_LIST_NODES, Wait.CONTROL, None, lambda _session, _ns: request, read)
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from kvstore.events import EventPage
     from kvstore.state_blobs import BlobLease, BlobStage
     from kvstore.store.hot_prefixes import HotPrefix
+    from kvstore.store.lookup_observer import LookupObserver
     from kvstore.store.namespaces import Cleared
     from kvstore.store.peers import Peers
     from kvstore.store.settings import StoreSettings
@@ -106,6 +107,7 @@ class Store:
         self._stages: set[StoreStage | StateRowsStage] = set()
         self._shared = SharedStages()
         self._peers: Peers | None = None
+        self._observers: tuple[LookupObserver, ...] = ()
         self._open = True
         self._left_behind = False
         _stores.add(self)
@@ -113,6 +115,10 @@ class Store:
     def share_with(self, peers: Peers | None) -> None:
         """From now on prefetches ask other nodes for what is missing here; None ends that."""
         self._peers = peers
+
+    def observe_lookups(self, *observers: LookupObserver) -> None:
+        """From now on tell these of each lookup that counts, in its own thread, without a lock; they must not wait."""
+        self._observers = observers
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace; see kvstore.api.KvStore."""
@@ -143,12 +149,17 @@ class Store:
             ids = space.sparse.usable(dense)
             runs = space.tier_runs(ids)
             accounting = self._index.accounting
-            if touch and accounting.first_lookup(request_id):
+            counts = touch and accounting.first_lookup(request_id)
+            if counts:
                 space.tree.touch(ids, self._index.next_tick(), prompt.size // namespace.layout.block_symbols)
                 space.sparse.touch(ids)
                 accounting.shortened_tokens += int(dense.size - ids.size) * layout.block_tokens
                 accounting.count_lookup(layout.prompt_tokens(prompt.size), runs, layout.block_tokens)
-        return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
+        match = PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
+        if counts:
+            for observer in self._observers:
+                observer.see(match)
+        return match
 
     def prefetch(
         self, namespace: Namespace, tokens: Tokens, *, root: Root | None = None, wait_seconds: float | None = 0.0

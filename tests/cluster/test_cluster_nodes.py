@@ -13,6 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.cli import main
+from kvstore.nodes import NodeState
 from kvstore.testing.blocks import store_prompt, verified_blocks
 from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 
@@ -56,7 +57,7 @@ def serving(tmp_path: Path, name: str, url: str, *flags: str) -> Iterator[tuple[
 
 
 def names(client: kvstore.Client) -> list[str]:
-    return sorted(node.name for node in client.nodes()[1])
+    return sorted(node.name for node in client.nodes()[1] if node.state is not NodeState.GONE)
 
 
 def tokens_by_node(client: kvstore.Client) -> dict[str, int]:

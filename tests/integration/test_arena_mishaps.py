@@ -172,7 +172,7 @@ def test_an_interrupt_while_the_server_is_asked_costs_a_while_and_not_the_sessio
     load(leased(client))
     receive_frame = arena.receive_frame
 
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         monkeypatch.setattr(arena, "receive_frame", receive_frame)
         raise KeyboardInterrupt
 

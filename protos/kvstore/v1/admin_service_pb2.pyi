@@ -169,12 +169,14 @@ class ListNodesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListNodesResponse(_message.Message):
-    __slots__ = ("node_name", "nodes")
+    __slots__ = ("node_name", "nodes", "gone")
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
-    def __init__(self, node_name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
+    gone: _containers.RepeatedCompositeFieldContainer[Node]
+    def __init__(self, node_name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
 
 class Node(_message.Message):
     __slots__ = ("name", "slot", "incarnation", "addresses", "host_bytes", "disk_bytes", "queue", "state", "version", "host_used_bytes", "disk_used_bytes", "leases", "deletions", "age")
