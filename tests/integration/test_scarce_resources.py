@@ -72,7 +72,7 @@ def attempt_all():
             pass
 
 def wait_until_well():
-    ends_at = time.monotonic() + 30
+    ends_at = time.monotonic() + 200
     while time.monotonic() < ends_at:
         try:
             store()
