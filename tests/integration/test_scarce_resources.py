@@ -81,7 +81,7 @@ def wait_until_well():
             time.sleep(0.01)
 
 for _ in range(2):  # without a connection, and with one
-    client = kvstore.connect(sys.argv[1])
+    client = kvstore.connect(sys.argv[1], lookup_seconds=5.0, bulk_seconds=10.0)
     take()
     attempt_all()
     give()
