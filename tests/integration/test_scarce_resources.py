@@ -72,7 +72,7 @@ def attempt_all():
             pass
 
 def wait_until_well():
-    ends_at = time.monotonic() + 30
+    ends_at = time.monotonic() + 200
     while time.monotonic() < ends_at:
         try:
             store()
@@ -81,7 +81,7 @@ def wait_until_well():
             time.sleep(0.01)
 
 for _ in range(2):  # without a connection, and with one
-    client = kvstore.connect(sys.argv[1])
+    client = kvstore.connect(sys.argv[1], lookup_seconds=5.0, bulk_seconds=10.0)
     take()
     attempt_all()
     give()

@@ -19,7 +19,7 @@ import pytest
 
 import kvstore
 from kvstore.cli import main
-from kvstore.testing.patience import ANSWER_SECONDS
+from kvstore.testing.patience import ANSWER_SECONDS, wait_until
 
 LAYOUT = kvstore.KvLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
 NAMESPACE = kvstore.Namespace(model="m", revision="r", layout=LAYOUT)
@@ -187,9 +187,8 @@ def test_the_pages_tell_whether_the_sidecar_lives_and_is_ready(tmp_path):
         with call_that_waits(running):
             running.process.send_signal(signal.SIGTERM)
             running.log_line("stopping")
-            while page(running, "/readyz") == (200, "ok"):
-                pass
-            assert [(200, "ok"), (503, "stopping")] == [page(running, path) for path in ("/livez", "/readyz")]
+            told = [(200, "ok"), (503, "stopping")]
+            wait_until(lambda: told == [page(running, path) for path in ("/livez", "/readyz")])
 
 
 @contextlib.contextmanager
