@@ -65,9 +65,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """What this node is called in its cluster, and what it does there before it stops; None: nothing."""
+    """What this node does in its cluster before it stops; None: nothing."""
 
-    name: str
     hand_over: HandOver | None
 
     @property
@@ -105,11 +104,11 @@ def run(config: Config, *, ready: TextIO) -> None:
         profile = node_profile(config.cluster, config.data_dir)
         announcer.enter(profile)
         stack.callback(announcer.stop)
-        peers = open_peers(config.cluster, store, membership, profile.name)
+        peers = open_peers(config.cluster, store, membership)
         if peers is not None:
             stack.callback(peers.close)
             store.share_with(peers)
-        leaving = Leaving(profile.name, open_hand_over(config.cluster, store, membership, peers, clock))
+        leaving = Leaving(open_hand_over(config.cluster, store, membership, peers, clock))
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -249,7 +248,7 @@ async def _serve(config: Config, store: Store, server: TransportServer, beside: 
     logger.info("stopping: grace_seconds=%g; a second signal ends the process at once", config.server.grace_seconds)
     if beside.leaving.hand_over is not None:
         announcer.announce_no_more()
-        await asyncio.to_thread(beside.leaving.hand_over.run, beside.leaving.name)
+        await asyncio.to_thread(beside.leaving.hand_over.run)
     await asyncio.to_thread(announcer.stop)  # first, so that nobody is sent here any more
     await server.stop(config.server.grace_seconds)
 

@@ -12,7 +12,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.cluster.peer_lookup import boundary_blocks, peer_address
+from kvstore.cluster.peer_address import peer_address
+from kvstore.cluster.peer_lookup import boundary_blocks
 from kvstore.errors import KvstoreError
 
 if TYPE_CHECKING:
@@ -128,15 +129,14 @@ class HandOver:
         """Why the node should be sent nothing; None: it does not leave."""
         return "handing over" if self._has_begun.is_set() else None
 
-    def run(self, own_name: str) -> HandedOver:
+    def run(self) -> HandedOver:
         """Hand over within the time of the settings, and return then. Raises nothing of the directory's or a peer's."""
         self._has_begun.set()
         done = HandedOver()
         ends_at = self._clock.monotonic() + self._settings.seconds
         try:
-            staying = _Staying(
-                [node for node in self._directory.nodes() if node.name != own_name and peer_address(node)]
-            )
+            others = [node for node in self._directory.nodes() if not self._directory.is_self(node)]
+            staying = _Staying([node for node in others if peer_address(node.addresses)])
             if staying:
                 self._hand_over(staying, ends_at, done)
         except KvstoreError as err:

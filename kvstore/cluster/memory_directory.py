@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.cluster.directory import ALL_GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal
+from kvstore.cluster.peer_address import peer_address
 from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
 from kvstore.nodes import Node
 
@@ -86,13 +87,13 @@ class MemoryDirectory:
     def join(self, profile: NodeProfile) -> Node:
         """Take a lease; see Membership."""
         shared = self._shared
+        self._profile = profile
         with shared.lock:
             for slot, node in shared.living().items():
                 if node.name == profile.name:
                     if shared.leases[slot].identity != profile.identity:
                         raise name_taken(profile.name)
                     shared.end(slot)
-            self._profile = profile
             self._node = self._take(profile, secrets.randbits(63))
             return self._node
 
@@ -167,6 +168,10 @@ class MemoryDirectory:
                 for key in keys
             )
 
+    def is_self(self, node: Node) -> bool:
+        """Whether it is this node; see Directory."""
+        return is_same_node(node, self._node, self._profile)
+
     def claim(self, key: bytes, seconds: float) -> MemoryClaim | None:
         """Claim a key; see Directory."""
         shared = self._shared
@@ -239,6 +244,14 @@ class MemoryClaim:
             held = self._shared.claims.get(self._key)
             if held is not None and held.token is self._held.token:
                 del self._shared.claims[self._key]
+
+
+def is_same_node(node: Node, own: Node | None, profile: NodeProfile | None) -> bool:
+    """What Directory.is_self answers to a node of this lease and profile, either of which it may not have yet."""
+    if own is not None and node.incarnation == own.incarnation:
+        return True
+    address = peer_address(node.addresses)
+    return profile is not None and address is not None and address == peer_address(profile.addresses)
 
 
 def name_taken(name: str) -> NodeNameTakenError:

@@ -82,7 +82,6 @@ class ClusterPeers:
         self,
         store: Store,
         directory: Directory,
-        node_name: str,
         *,
         settings: PeerSettings,
         credentials: PeerCredentials,
@@ -104,7 +103,6 @@ class ClusterPeers:
         fetcher = Fetcher(store, self._links, paths, settings, clock)
         self._bringing = Bringing(
             Surroundings(
-                node_name=node_name,
                 directory=directory,
                 local=LocalBlocks(store),
                 peers=PeerBlocks(directory, fetcher, self._links, paths),
@@ -229,14 +227,13 @@ class PrefillFits:
             return fit
 
 
-def open_peers(config: ClusterConfig, store: Store, directory: Directory, node_name: str) -> ClusterPeers | None:
+def open_peers(config: ClusterConfig, store: Store, directory: Directory) -> ClusterPeers | None:
     """The peers of a node, as the settings say; None where it is alone. Raises ConfigError."""
     if not config.directory:
         return None
     return ClusterPeers(
         store,
         directory,
-        node_name,
         settings=peer_settings(config, announce_tokens=config.announce_tokens),
         credentials=peer_credentials(config),
         clock=SystemClock(),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.cluster import valkey_scripts as scripts
 from kvstore.cluster.directory import ALL_GROUPS, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
-from kvstore.cluster.memory_directory import name_taken
+from kvstore.cluster.memory_directory import is_same_node, name_taken
 from kvstore.cluster.valkey_lease import incarnation_text, lease_text, read_lease
 from kvstore.cluster.valkey_link import script_command
 from kvstore.errors import DirectoryUnavailableError
@@ -154,6 +154,10 @@ class ValkeyDirectory:
         living = self._living()
         values = self._link.run_all([("HGET", self._bucket_key(key), key[_FIELD]) for key in keys])
         return tuple(frozenset(slot for slot in _slots(value) if slot in living) for value in values)
+
+    def is_self(self, node: Node) -> bool:
+        """Whether it is this node; see Directory."""
+        return is_same_node(node, self._node, self._profile)
 
     def claim(self, key: bytes, seconds: float) -> ValkeyClaim | None:
         """Claim a key; see Directory."""

@@ -130,7 +130,6 @@ class SimulatedNode:
         self.claims = HeldClaims(self.world.clock)
         self.bringing = Bringing(
             Surroundings(
-                node_name=self.name,
                 directory=_Seen(self),
                 local=self,
                 peers=self,
@@ -287,6 +286,9 @@ class _Seen:
 
     def holders(self, keys: Sequence[bytes]) -> Sequence[frozenset[int]]:
         return self._membership().holders(keys)
+
+    def is_self(self, node: Node) -> bool:
+        return self._node.membership.is_self(node)
 
     def claim(self, key: bytes, seconds: float) -> MemoryClaim | None:
         return self._membership().claim(key, seconds)

@@ -59,7 +59,7 @@ def test_the_nodes_that_stay_have_everything_with_the_right_bytes(start_node: Ca
         leaving.store_and_announce(NAMESPACE, prompt)
     leaving.store_and_announce(NAMESPACE, PROMPTS[0], Root(salt="s"))
 
-    done = hand_over(leaving).run("a")
+    done = hand_over(leaving).run()
 
     assert (7, 7, 0) == (done.prefixes, done.taken, done.failures)
     for prompt in PROMPTS:
@@ -72,7 +72,7 @@ def test_no_more_bytes_travel_than_the_settings_allow(start_node: Callable[..., 
     leaving, staying = start_node("a"), start_node("b")
     for prompt in PROMPTS:
         leaving.store_and_announce(NAMESPACE, prompt)
-    hand_over(leaving, limit_bytes=2 * PROMPT_BYTES + 5).run("a")
+    hand_over(leaving, limit_bytes=2 * PROMPT_BYTES + 5).run()
     assert 0 < staying.peers.stats().bytes <= 2 * PROMPT_BYTES
 
 
@@ -80,7 +80,7 @@ def test_what_another_node_has_does_not_travel(start_node: Callable[..., PeerNod
     leaving, staying = start_node("a"), start_node("b")
     for node in leaving, staying:
         node.store_and_announce(NAMESPACE, PROMPTS[0])
-    assert 0 == hand_over(leaving).run("a").prefixes
+    assert 0 == hand_over(leaving).run().prefixes
     assert 0 == staying.peers.stats().bytes
 
 
@@ -88,7 +88,7 @@ def test_what_a_node_that_does_not_answer_is_asked_to_take_others_take(start_nod
     leaving, _, staying = start_node("a"), start_node("b", announced_address="127.0.0.1:1"), start_node("c")
     for prompt in PROMPTS:
         leaving.store_and_announce(NAMESPACE, prompt)
-    done = hand_over(leaving).run("a")
+    done = hand_over(leaving).run()
     assert [BLOCKS] * len(PROMPTS) == [staying.held(NAMESPACE, prompt) for prompt in PROMPTS]
     assert (len(PROMPTS), 3) == (done.taken, done.failures)
 
@@ -97,7 +97,7 @@ def test_a_directory_that_is_down_holds_up_nobody(start_node: Callable[..., Peer
     leaving = start_node("a")
     leaving.store_and_announce(NAMESPACE, PROMPTS[0])
     settings = HandOverSettings(30.0, 1 << 30, leaving.peer_settings.announce_tokens)
-    done = HandOver(leaving.store, UnreachableDirectory(), leaving.peers, settings, SystemClock()).run("a")
+    done = HandOver(leaving.store, UnreachableDirectory(), leaving.peers, settings, SystemClock()).run()
     assert (0, 1) == (done.prefixes, done.failures)
 
 
@@ -106,5 +106,5 @@ def test_who_is_alone_leaves_at_once_and_says_meanwhile_that_it_leaves(start_nod
     leaving.store_and_announce(NAMESPACE, PROMPTS[0])
     handing = hand_over(leaving)
     assert handing.unready is None
-    assert 0 == handing.run("a").prefixes
+    assert 0 == handing.run().prefixes
     assert "handing over" == handing.unready
