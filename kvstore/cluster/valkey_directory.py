@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _SCRIPT_KEYS_MAX = 64  # boundaries in one script: at most some milliseconds of the server, sweeping included
 _SCRIPTS_MAX = 16  # that are sent together
 _FIELD = slice(2, 10)
+_NEWS_SECONDS = 1.0  # a node that joins is known to the others after about this
 _TURNS = 3  # renewals in which all groups are looked at once
 
 
@@ -59,7 +60,8 @@ class ValkeyDirectory:
     """A Membership of one node. Thread-safe; `_lock` guards what is known of other nodes, and no call is made under it.
 
     What it costs: `holders` one pipeline for 512 boundaries (some 40 us and 2 us each), `renew` three,
-    and at every second one a look at all leases, some 250 bytes each.
+    and at every second one a look at all leases, some 250 bytes each. Once a second, while it is asked, it looks who
+    has joined: some 10 us.
     """
 
     def __init__(self, link: ValkeyLink, name: str, times: DirectoryTimes, clock: Clock) -> None:
@@ -71,6 +73,8 @@ class ValkeyDirectory:
         self._lock = threading.Lock()
         self._known: dict[int, Node] = {}
         self._known_at: float | None = None
+        self._news_at = clock.monotonic()
+        self._last_join = b""
         self._foreign_told = False
         self._profile: NodeProfile | None = None
         self._node: Node | None = None
@@ -250,23 +254,43 @@ class ValkeyDirectory:
     def _living(self) -> dict[int, Node]:
         """Living nodes by slot, asked for again where what is known is too old."""
         with self._lock:
-            known, at = self._known, self._known_at
-        if at is None or self._clock.monotonic() - at > self._times.lease_seconds / 2:
+            known, at, news_at, last_join = self._known, self._known_at, self._news_at, self._last_join
+        now = self._clock.monotonic()
+        if at is None or now - at > self._times.lease_seconds / 2:
             return self._look()
+        if now - news_at > min(_NEWS_SECONDS, self._times.lease_seconds / 16):
+            return self._look_for_news(known, last_join)
         return known
 
     def _look(self) -> dict[int, Node]:
         """Ask which nodes live."""
         asked_at = self._clock.monotonic()
-        command = script_command(scripts.LOOK, self._node_keys()[:1], self._lease_key(""), self._times.reissue_ms)
-        found = iter(self._link.run(command))
-        leases = [read_lease(slot, text) for slot, text in zip(found, found, strict=True)]
-        known = {node.slot: node for node in leases if node is not None}
-        if len(known) < len(leases):
-            self._warn_of(len(leases) - len(known))
+        known, last_join = self._ask_for_leases(b"")
         with self._lock:
-            self._known, self._known_at = known, asked_at
+            self._known, self._known_at, self._news_at, self._last_join = known, asked_at, asked_at, last_join
         return known
+
+    def _look_for_news(self, known: dict[int, Node], last_join: bytes) -> dict[int, Node]:
+        """Ask which nodes have joined since the last look; who has died shows at the next whole one."""
+        asked_at = self._clock.monotonic()
+        joined, last_join = self._ask_for_leases(last_join)
+        known = {**known, **joined}
+        with self._lock:
+            self._known, self._news_at, self._last_join = known, asked_at, last_join
+        return known
+
+    def _ask_for_leases(self, last_join: bytes) -> tuple[dict[int, Node], bytes]:
+        """Nodes that joined after some join, all the living after none; and which join was the last."""
+        command = script_command(
+            scripts.LOOK, self._node_keys(), self._lease_key(""), self._times.reissue_ms, last_join
+        )
+        last_join, *told = self._link.run(command)
+        found = iter(told)
+        leases = [read_lease(slot, text) for slot, text in zip(found, found, strict=True)]
+        nodes = {node.slot: node for node in leases if node is not None}
+        if len(nodes) < len(leases):
+            self._warn_of(len(leases) - len(nodes))
+        return nodes, last_join
 
     def _is_alive(self, claim: str) -> bool:
         owner = claim.partition(" ")[0]
@@ -293,7 +317,7 @@ class ValkeyDirectory:
             )
 
     def _node_keys(self) -> list[str]:
-        return [f"{{{self._name}:nodes}}:{kind}" for kind in ("ends", "names", "owners")]
+        return [f"{{{self._name}:nodes}}:{kind}" for kind in ("ends", "names", "owners", "joins")]
 
     def _lease_key(self, slot: int | str) -> str:
         return f"{{{self._name}:nodes}}:lease:{slot}"

@@ -116,6 +116,20 @@ def test_what_is_stored_is_told_after_a_while_and_taken_back_when_it_leaves(valk
     assert [frozenset()] * 3 == list(other.directory.holders(keys))
 
 
+def test_a_node_that_joins_is_known_to_all_after_a_second(valkey: ValkeyServer, make_node) -> None:
+    valkey.ask("FLUSHALL")
+    one = make_node(valkey.url, "one")
+    assert ["one"] == [node.name for node in one.directory.nodes()]
+    other = make_node(valkey.url, "other")
+    other.store_and_tell(prompt(1))
+    one.clock.advance(1.5)
+    assert ["one", "other"] == [node.name for node in one.directory.nodes()]
+    assert [{1}] * 3 == list(one.directory.holders(other.boundaries(prompt(1))))
+    claim = other.directory.claim(b"k" * 16, 5.0)
+    assert claim is not None
+    assert one.directory.claimed(b"k" * 16) is not None
+
+
 def test_a_killed_directory_is_right_again_within_two_leases(own_valkey: ValkeyServer, make_node) -> None:
     one, other = make_node(own_valkey.url, "one"), make_node(own_valkey.url, "other")
     one.store_and_tell(prompt(1))
