@@ -78,7 +78,9 @@ class ValkeyDirectory:
         self._foreign_told = False
         self._profile: NodeProfile | None = None
         self._node: Node | None = None
-        self._marks: dict[int, int] = {}  # of the groups that this node has written to; only its own thread uses them
+        # Of the groups that this node has written to: the last one that is sure to be there, and the last one that was
+        # sent, which are the same unless a call had no answer. Only its own thread uses them.
+        self._marks: dict[int, tuple[int, int]] = {}
         self._is_lost = False  # what it wrote to some group is not there
         self._turn = 0
 
@@ -219,23 +221,19 @@ class ValkeyDirectory:
         """Write to groups, and note which of them are not as this node left them."""
         waiting = iter(batches)
         while some := list(islice(waiting, _SCRIPTS_MAX)):
-            expected = [self._marks.get(group) for group, _ in some]
             commands = [self._tell_command(group, keys, announces=announces) for group, keys in some]
-            try:
-                answers = self._link.run_all(commands)
-            except DirectoryUnavailableError:
-                for group, _ in some:  # what of it was done is not known
-                    self._marks.pop(group, None)
-                raise
-            pairs = zip(expected, answers, strict=True)
-            self._is_lost |= any(mark is not None and not answer for mark, answer in pairs)
+            answers = self._link.run_all(commands)
+            for (group, _), is_as_left in zip(some, answers, strict=True):
+                sent = self._marks[group][1]
+                self._marks[group] = sent, sent
+                self._is_lost |= not is_as_left
 
     def _tell_command(self, group: int, keys: Sequence[bytes], *, announces: bool) -> Command:
         buckets: defaultdict[str, list[bytes]] = defaultdict(list)
         for key in keys:
             buckets[self._bucket_key(key)].append(key[_FIELD])
-        mark = self._marks.get(group)
-        self._marks[group] = 1 if mark is None else mark + 1
+        sure, sent = self._marks.get(group, (0, 0))
+        self._marks[group] = sure, sent + 1
         fields: list[str | bytes | int] = []
         for found in buckets.values():
             fields += [len(found), *found]
@@ -244,8 +242,8 @@ class ValkeyDirectory:
             [f"{{{self._name}:{group}}}:marks", *buckets],
             "1" if announces else "0",
             self._joined().slot,
-            "" if mark is None else mark,
-            self._marks[group],
+            sure,
+            sent + 1,
             self._times.period_ms,
             HOLDERS_MAX,
             *fields,

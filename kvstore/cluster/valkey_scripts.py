@@ -10,7 +10,7 @@ All names begin with the name of the cluster, here `kvstore`. Times are those of
                                  what is new since a join reads that alone
     {kvstore:GROUP}:BUCKET       hash: the holders of some boundaries. Field: bytes 2 to 10 of the key. Value: three
                                  bytes for each holder, its slot and the number of the period in which it said so
-    {kvstore:GROUP}:marks        hash: by slot, how often that node has written to this group
+    {kvstore:GROUP}:marks        hash: by slot, how often that node has written to this group, and in which period last
     kvstore:claim:KEY            `incarnation token` of who computes this block
 
 The first 18 bits of a key say which of 64 groups and of their 4,096 buckets it is in. So small hashes stay listpacks,
@@ -19,7 +19,9 @@ last word about any of its keys; the first word in a period drops what was not s
 is half of `entry_seconds`, and each node says all of it once a period.
 
 A mark that is not what its node last wrote tells it that the group was lost, or brought back from some earlier time. It
-takes another slot then, so that nothing of its old one counts that came back, and says all of what it holds again.
+takes another slot then, so that nothing of its old one counts that came back, and says all of what it holds again. So
+it does where somebody wrote to a group a moment ago under the slot that it has just got: after a loss another node may
+have had it, which does not know yet.
 """
 
 from __future__ import annotations
@@ -168,9 +170,9 @@ return found
 """
 )
 
-# KEYS: marks of a group, buckets of it. ARGV: '1' to announce and '0' to withdraw, slot, mark expected or '', new mark,
-# period ms, most holders; then for each bucket the number of fields and the fields. Answers 1 if the mark was as
-# expected.
+# KEYS: marks of a group, buckets of it. ARGV: '1' to announce and '0' to withdraw, slot, the least count expected, the
+# new one, which is more than all that are expected, period ms, most holders; then for each bucket the number of fields
+# and the fields. Answers 1 if the mark was one that is expected: that of the slot's last owner, too, where 0 is.
 TELL = (
     _NOW
     + """
@@ -235,10 +237,12 @@ for index = 2, #KEYS do
   elseif announces then redis.call('PEXPIRE', bucket, 3 * period_ms) end
   at = at + count + 1
 end
-local mark = own_field(KEYS[1], slot) or ''
-redis.call('HSET', KEYS[1], slot, ARGV[4])
+local count, told_in = string.match(own_field(KEYS[1], slot) or '0 0', '^(%d+) (%d+)$')
+local period, least = math.floor(now / period_ms), tonumber(ARGV[3])
+redis.call('HSET', KEYS[1], slot, ARGV[4] .. ' ' .. string.format('%d', period))
 redis.call('PEXPIRE', KEYS[1], 3 * period_ms)
-if mark == ARGV[3] then return 1 else return 0 end
+if not count or (least == 0 and period - tonumber(told_in) > 2) then return least == 0 and 1 or 0 end
+if tonumber(count) >= least and tonumber(count) < tonumber(ARGV[4]) then return 1 else return 0 end
 """
 )
 
