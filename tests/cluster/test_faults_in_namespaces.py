@@ -26,7 +26,7 @@ from kvstore.cluster.announcer import POLL_SECONDS
 from kvstore.cluster.valkey_address import parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
 from kvstore.cluster.valkey_link import LinkOptions, ValkeyLink
-from kvstore.errors import DirectoryUnavailableError
+from kvstore.errors import KvstoreError
 from kvstore.testing.blocks import store_prompt, verified_blocks
 from kvstore.testing.namespaces import Namespaces
 from kvstore.testing.securing import Keyring
@@ -126,6 +126,11 @@ class Node:
         assert self.client is not None
         return self.client.match(NAMESPACE, tokens, touch=False).blocks // STEP
 
+    def known(self) -> list[str]:
+        """The nodes that it sees in the directory."""
+        assert self.client is not None
+        return sorted(node.name for node in self.client.nodes()[1])
+
     def store(self, tokens: list[int]) -> None:
         """What its engine computes is stored and comes back with the right bytes."""
         assert self.client is not None
@@ -184,14 +189,14 @@ class Cluster:
             slots = {node.name: node.slot for node in self.directory.nodes()}
             if sorted(slots) != list(NAMES):
                 return [f"living: {sorted(slots)}"]
-            found = []
+            found = [f"{name} knows other nodes" for name, node in self.nodes.items() if node.known() != list(NAMES)]
             for tokens in self.prompts[-PROMPTS_LOOKED_AT:]:
                 told = self.directory.holders(self.boundaries(tokens))
                 held = {slots[name]: node.held(tokens) for name, node in self.nodes.items()}
                 real = [frozenset(slot for slot, count in held.items() if count > at) for at in range(len(told))]
                 if real != list(told):
                     found.append(f"prompt {tokens[0]}: {told} is told, {real} is so")
-        except DirectoryUnavailableError as err:
+        except KvstoreError as err:  # of the directory, or of a node that does not reach it yet
             return [str(err)]
         return found
 
