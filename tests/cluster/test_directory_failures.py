@@ -26,7 +26,7 @@ from kvstore.testing.manual_clock import ManualClock
 from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.testing.valkey_server import ValkeyServer
@@ -315,3 +315,27 @@ def test_nothing_of_a_cluster_stays_for_ever_and_nothing_of_a_prompt_is_told(val
     kept = valkey.dump_path.read_bytes()
     assert b"lease" in kept
     assert (False, False) == (b"a secret that" in kept, b"mlkj" in kept)
+
+
+def test_a_directory_set_back_after_a_call_without_an_answer_is_found_out(
+    own_valkey: ValkeyServer, make_node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, withdrawn, other = make_node(own_valkey.url, "one").directory, bytes(16), bytes([1] * 16)
+    slot = directory.nodes()[0].slot
+    directory.announce([withdrawn])
+    own_valkey.ask("SAVE")
+    directory.withdraw([withdrawn])
+    with monkeypatch.context() as patched:
+        patched.setattr(ValkeyLink, "run_all", answered_by_nobody)
+        with pytest.raises(DirectoryUnavailableError, match="lost"):
+            directory.announce([other])
+    own_valkey.kill()
+    own_valkey.start()
+    directory.announce([other])
+    assert slot != directory.renew(0).node.slot
+    assert [frozenset()] == list(directory.holders([withdrawn]))
+
+
+def answered_by_nobody(link: ValkeyLink, commands: Sequence[tuple[str | bytes | int, ...]]) -> None:
+    link.probe(commands)
+    raise DirectoryUnavailableError("the answer was lost")
