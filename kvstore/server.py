@@ -247,7 +247,7 @@ def _open_cluster(
     profile = node_profile(config.cluster, config.data_dir)
     announcer.enter(profile)
     stack.callback(announcer.stop)
-    peers = open_peers(config.cluster, store, membership, profile.name, deletions)
+    peers = open_peers(config.cluster, store, membership, deletions)
     if peers is None:
         return ClusterSide(profile.name, announcer, deletions, None, None)
     stack.callback(peers.close)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvstore.cli.output import ExitCode, print_json, print_table, show
 from kvstore.cli.progress import ProgressBar
 from kvstore.cli.sidecar import connect_sidecar
-from kvstore.cluster.peer_lookup import peer_address
+from kvstore.cluster.peer_address import peer_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.nodes import DrainOrder, NodeState
 from kvstore.quantities import format_size, parse_duration, parse_size
@@ -85,7 +85,7 @@ def _found(client: Client, wanted: str | None) -> tuple[str, str | None]:
     if node is None or node.state is NodeState.GONE:
         living = ", ".join(node.name for node in known if node.state is not NodeState.GONE)
         raise InvalidArgumentError(f"no living node is called {wanted!r:.200}, expected one of: {living:.1000}")
-    address = peer_address(node)
+    address = peer_address(node.addresses)
     if address is None:
         raise InvalidArgumentError(f"node {wanted!r} told no address; ask itself, with --address")
     return node.name, address

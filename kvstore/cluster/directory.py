@@ -85,6 +85,14 @@ class Directory(Protocol):
         """For each key of a boundary the slots of living nodes that say they hold it, this one included."""
         ...
 
+    def is_self(self, node: Node) -> bool:
+        """Whether a living node is this one: its own lease, or one that sends whoever asks to this node's own address.
+
+        Not its name: as long as a living node has the name of this one, this one has no lease, and that is a peer. A
+        lease at this node's address is left of an earlier start, whose blocks nobody has.
+        """
+        ...
+
     def claim(self, key: bytes, seconds: float) -> Claim | None:
         """Claim a key; None where somebody living has it, this node included."""
         ...

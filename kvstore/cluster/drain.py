@@ -97,7 +97,7 @@ class Drainer:
             for part in self._parts:
                 part.drain()
         logger.info("draining: seconds=%g bytes=%d", order.seconds, order.limit_bytes)
-        threading.Thread(target=hand_over.run, args=(self._name,), name="kvstore-drain", daemon=True).start()
+        threading.Thread(target=hand_over.run, name="kvstore-drain", daemon=True).start()
 
     def wait(self, seconds: float) -> DrainProgress:
         """Wait for the end of the hand-over, at most so long; how far it is then."""

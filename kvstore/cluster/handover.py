@@ -12,7 +12,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.cluster.peer_lookup import boundary_blocks, peer_address
+from kvstore.cluster.peer_address import peer_address
+from kvstore.cluster.peer_lookup import boundary_blocks
 from kvstore.errors import KvstoreError
 from kvstore.nodes import DrainProgress, NodeState
 
@@ -143,13 +144,13 @@ class HandOver:
         self._is_stopped = threading.Event()
         self._has_ended = threading.Event()
 
-    def run(self, own_name: str) -> HandedOver:
+    def run(self) -> HandedOver:
         """Hand over within the time of the settings, and return then. Raises nothing of the directory's or a peer's."""
         done = self._done
         ends_at = self._clock.monotonic() + self._settings.seconds
         try:
             self._is_stopped.wait(min(self._settings.settle_seconds, self._settings.seconds))
-            staying = _Staying([node for node in self._directory.nodes() if self._may_take(node, own_name)])
+            staying = _Staying([node for node in self._directory.nodes() if self._may_take(node)])
             if staying:
                 self._hand_over(staying, ends_at)
         except KvstoreError as err:
@@ -182,8 +183,8 @@ class HandOver:
             failures=done.failures,
         )
 
-    def _may_take(self, node: Node, own_name: str) -> bool:
-        if node.name == own_name or node.state is not NodeState.READY or not peer_address(node):
+    def _may_take(self, node: Node) -> bool:
+        if self._directory.is_self(node) or node.state is not NodeState.READY or not peer_address(node.addresses):
             return False
         return not self._settings.targets or node.name in self._settings.targets
 

@@ -80,7 +80,7 @@ class NodeView:
         found = self._told(namespace, tokens, root)
         matches = []
         for node in self._directory.nodes():
-            if node.name == self.node_name:
+            if self._directory.is_self(node):
                 tiers = {tier: blocks * block_tokens for tier, blocks in own.tiers.items()}
                 matches.append(NodeMatch(node, own.tokens, tiers, device_tokens))
             else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.cluster.directory import ALL_GROUPS, DELETIONS_MAX, HOLDERS_MAX, SLOTS_MAX, Renewal
+from kvstore.cluster.peer_address import peer_address
 from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
 from kvstore.nodes import Node, NodeState
 
@@ -95,13 +96,13 @@ class MemoryDirectory:
     def join(self, profile: NodeProfile) -> Node:
         """Take a lease; see Membership."""
         shared = self._shared
+        self._profile = profile
         with shared.lock:
             for slot, node in shared.living().items():
                 if node.name == profile.name:
                     if shared.leases[slot].identity != profile.identity:
                         raise name_taken(profile.name)
                     shared.end(slot)
-            self._profile = profile
             self._node = self._take(profile, secrets.randbits(63))
             return self._node
 
@@ -191,6 +192,10 @@ class MemoryDirectory:
                 frozenset(slot for slot, until in shared.entries.get(key, {}).items() if slot in living and until > now)
                 for key in keys
             )
+
+    def is_self(self, node: Node) -> bool:
+        """Whether it is this node; see Directory."""
+        return is_same_node(node, self._node, self._profile)
 
     def claim(self, key: bytes, seconds: float) -> MemoryClaim | None:
         """Claim a key; see Directory."""
@@ -284,6 +289,14 @@ def reported(node: Node, report: NodeReport) -> Node:
 def gone_node(name: str, slot: int) -> Node:
     """What is left of a node whose lease is over."""
     return Node(name, slot, 0, (), 0, 0, 0, state=NodeState.GONE)
+
+
+def is_same_node(node: Node, own: Node | None, profile: NodeProfile | None) -> bool:
+    """What Directory.is_self answers to a node of this lease and profile, either of which it may not have yet."""
+    if own is not None and node.incarnation == own.incarnation:
+        return True
+    address = peer_address(node.addresses)
+    return profile is not None and address is not None and address == peer_address(profile.addresses)
 
 
 def name_taken(name: str) -> NodeNameTakenError:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.cluster.fetch import FetchOutcome
-from kvstore.cluster.peer_lookup import boundary_blocks, deepest_boundaries, peer_address
+from kvstore.cluster.peer_address import peer_address
+from kvstore.cluster.peer_lookup import boundary_blocks, deepest_boundaries
 from kvstore.cluster.plan import Candidate, Choice, Need, claim_seconds, is_worth_asking, make_plan, patience_seconds
 from kvstore.errors import DirectoryUnavailableError
 
@@ -80,7 +81,6 @@ class ClaimKeeper(Protocol):
 class Surroundings:
     """What a Bringing works with."""
 
-    node_name: str
     directory: Directory
     local: LocalBlocks
     peers: PeerBlocks
@@ -191,7 +191,7 @@ class Bringing:
         candidates = []
         for slot, count in deepest.items():
             node, tokens = nodes.get(slot), missing[count - 1].tokens
-            if node is not None and peer_address(node) and errand.is_news(slot, tokens):
+            if node is not None and peer_address(node.addresses) and errand.is_news(slot, tokens):
                 candidates.append(Candidate(node, tokens, around.peers.queue(node), around.peers.path(node)))
         plan = make_plan(need, candidates, errand.prefill, self._settings.gpu_weight, around.random)
         self._counters.count_choice(plan.choice.value)
@@ -200,7 +200,7 @@ class Bringing:
     def _nodes(self) -> tuple[dict[int, Node], frozenset[int]]:
         """The living nodes by slot, and which slots are this node's own."""
         nodes = {node.slot: node for node in self._around.directory.nodes()}
-        return nodes, frozenset(slot for slot, node in nodes.items() if node.name == self._around.node_name)
+        return nodes, frozenset(slot for slot, node in nodes.items() if self._around.directory.is_self(node))
 
     def _fetch(self, errand: _Errand, asked: Candidate, need: Need) -> None:
         tokens = errand.wanted.namespace.layout.block_tokens

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.peer_lookup import peer_address
+from kvstore.cluster.peer_address import peer_address
 from kvstore.transport.client import connect
 
 if TYPE_CHECKING:
@@ -92,4 +92,4 @@ class PeerLinks:
 
 
 def _identity(node: Node) -> _Identity:
-    return _Identity(node.name, node.incarnation, peer_address(node))
+    return _Identity(node.name, node.incarnation, peer_address(node.addresses))

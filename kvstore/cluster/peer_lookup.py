@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError
 from kvstore.nodes import boundary_step
-from kvstore.transport.address import UnixAddress, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.cluster.directory import Directory
-    from kvstore.nodes import Node
 
 _FIRST_READ_KEYS = 4
 _READ_KEYS_MAX = 256
-
-
-def peer_address(node: Node) -> str | None:
-    """Where peers reach a node: the first of its addresses that reach farthest; None if it has none.
-
-    A Unix socket and loopback serve nodes of one machine. On another one there is nobody, or another node, which
-    answers for what it has itself.
-    """
-    return min(node.addresses, key=_nearness, default=None)
-
-
-def _nearness(text: str) -> int:
-    try:
-        address = parse_address(text)
-    except ConfigError:
-        return 3  # nobody is there
-    if isinstance(address, UnixAddress):
-        return 2
-    return 1 if address.is_loopback or address.is_any else 0
 
 
 def boundary_blocks(block_tokens: int, announce_tokens: int, blocks: int) -> range:

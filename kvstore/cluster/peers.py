@@ -83,7 +83,6 @@ class ClusterPeers:
         self,
         store: Store,
         directory: Directory,
-        node_name: str,
         *,
         settings: PeerSettings,
         credentials: PeerCredentials,
@@ -107,7 +106,6 @@ class ClusterPeers:
         fetcher = Fetcher(store, self._links, paths, settings, clock, deletions=deletions)
         self._bringing = Bringing(
             Surroundings(
-                node_name=node_name,
                 directory=directory,
                 local=LocalBlocks(store),
                 peers=PeerBlocks(directory, fetcher, self._links, paths),
@@ -241,16 +239,13 @@ class PrefillFits:
             return fit
 
 
-def open_peers(
-    config: ClusterConfig, store: Store, directory: Directory, node_name: str, deletions: Deletions
-) -> ClusterPeers | None:
+def open_peers(config: ClusterConfig, store: Store, directory: Directory, deletions: Deletions) -> ClusterPeers | None:
     """The peers of a node, as the settings say; None where it is alone. Raises ConfigError."""
     if not config.directory:
         return None
     return ClusterPeers(
         store,
         directory,
-        node_name,
         settings=peer_settings(config, announce_tokens=config.announce_tokens),
         credentials=peer_credentials(config),
         clock=SystemClock(),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.cluster import valkey_scripts as scripts
 from kvstore.cluster.directory import ALL_GROUPS, DELETIONS_MAX, GROUPS, HOLDERS_MAX, SLOTS_MAX, Renewal, key_group
-from kvstore.cluster.memory_directory import gone_node, name_taken, reported
+from kvstore.cluster.memory_directory import gone_node, is_same_node, name_taken, reported
 from kvstore.cluster.valkey_lease import incarnation_text, lease_text, read_lease
 from kvstore.cluster.valkey_link import script_command
 from kvstore.errors import DirectoryUnavailableError
@@ -33,6 +33,7 @@ _SCRIPTS_MAX = 16  # that are sent together
 _FIELD = slice(2, 10)
 _DELETIONS_MS = 30 * 24 * 3600 * 1000
 _EPOCH_END = 1 << 53  # what Lua's numbers are exact to
+_NEWS_SECONDS = 1.0  # a node that joins is known to the others after about this
 _TURNS = 3  # renewals in which all groups are looked at once
 
 
@@ -63,7 +64,8 @@ class ValkeyDirectory:
     """A Membership of one node. Thread-safe; `_lock` guards what is known of other nodes, and no call is made under it.
 
     What it costs: `holders` one pipeline for 512 boundaries (some 40 us and 2 us each), `renew` three,
-    and at every second one a look at all leases, some 250 bytes each.
+    and at every second one a look at all leases, some 250 bytes each. Once a second, while it is asked, it looks who
+    has joined: some 10 us.
     """
 
     def __init__(self, link: ValkeyLink, name: str, times: DirectoryTimes, clock: Clock) -> None:
@@ -75,10 +77,14 @@ class ValkeyDirectory:
         self._lock = threading.Lock()
         self._known: dict[int, Node] = {}
         self._known_at: float | None = None
+        self._news_at = clock.monotonic()
+        self._last_join = b""
         self._foreign_told = False
         self._profile: NodeProfile | None = None
         self._node: Node | None = None
-        self._marks: dict[int, int] = {}  # of the groups that this node has written to; only its own thread uses them
+        # Of the groups that this node has written to: the last one that is sure to be there, and the last one that was
+        # sent, which are the same unless a call had no answer. Only its own thread uses them.
+        self._marks: dict[int, tuple[int, int]] = {}
         self._is_lost = False  # what it wrote to some group is not there
         self._turn = 0
 
@@ -183,6 +189,10 @@ class ValkeyDirectory:
         values = self._link.run_all([("HGET", self._bucket_key(key), key[_FIELD]) for key in keys])
         return tuple(frozenset(slot for slot in _slots(value) if slot in living) for value in values)
 
+    def is_self(self, node: Node) -> bool:
+        """Whether it is this node; see Directory."""
+        return is_same_node(node, self._node, self._profile)
+
     def claim(self, key: bytes, seconds: float) -> ValkeyClaim | None:
         """Claim a key; see Directory."""
         me = f"{incarnation_text(self._joined().incarnation)} {secrets.token_hex(8)}"
@@ -239,23 +249,19 @@ class ValkeyDirectory:
         """Write to groups, and note which of them are not as this node left them."""
         waiting = iter(batches)
         while some := list(islice(waiting, _SCRIPTS_MAX)):
-            expected = [self._marks.get(group) for group, _ in some]
             commands = [self._tell_command(group, keys, announces=announces) for group, keys in some]
-            try:
-                answers = self._link.run_all(commands)
-            except DirectoryUnavailableError:
-                for group, _ in some:  # what of it was done is not known
-                    self._marks.pop(group, None)
-                raise
-            pairs = zip(expected, answers, strict=True)
-            self._is_lost |= any(mark is not None and not answer for mark, answer in pairs)
+            answers = self._link.run_all(commands)
+            for (group, _), is_as_left in zip(some, answers, strict=True):
+                sent = self._marks[group][1]
+                self._marks[group] = sent, sent
+                self._is_lost |= not is_as_left
 
     def _tell_command(self, group: int, keys: Sequence[bytes], *, announces: bool) -> Command:
         buckets: defaultdict[str, list[bytes]] = defaultdict(list)
         for key in keys:
             buckets[self._bucket_key(key)].append(key[_FIELD])
-        mark = self._marks.get(group)
-        self._marks[group] = 1 if mark is None else mark + 1
+        sure, sent = self._marks.get(group, (0, 0))
+        self._marks[group] = sure, sent + 1
         fields: list[str | bytes | int] = []
         for found in buckets.values():
             fields += [len(found), *found]
@@ -264,8 +270,8 @@ class ValkeyDirectory:
             [f"{{{self._name}:{group}}}:marks", *buckets],
             "1" if announces else "0",
             self._joined().slot,
-            "" if mark is None else mark,
-            self._marks[group],
+            sure,
+            sent + 1,
             self._times.period_ms,
             HOLDERS_MAX,
             *fields,
@@ -274,23 +280,43 @@ class ValkeyDirectory:
     def _living(self) -> dict[int, Node]:
         """Living nodes by slot, asked for again where what is known is too old."""
         with self._lock:
-            known, at = self._known, self._known_at
-        if at is None or self._clock.monotonic() - at > self._times.lease_seconds / 2:
+            known, at, news_at, last_join = self._known, self._known_at, self._news_at, self._last_join
+        now = self._clock.monotonic()
+        if at is None or now - at > self._times.lease_seconds / 2:
             return self._look()
+        if now - news_at > min(_NEWS_SECONDS, self._times.lease_seconds / 16):
+            return self._look_for_news(known, last_join)
         return known
 
     def _look(self) -> dict[int, Node]:
         """Ask which nodes live."""
         asked_at = self._clock.monotonic()
-        command = script_command(scripts.LOOK, self._node_keys()[:1], self._lease_key(""), self._times.reissue_ms)
-        found = iter(self._link.run(command))
-        leases = [read_lease(slot, text, left_ms) for slot, text, left_ms in zip(found, found, found, strict=True)]
-        known = {node.slot: node for node in leases if node is not None}
-        if len(known) < len(leases):
-            self._warn_of(len(leases) - len(known))
+        known, last_join = self._ask_for_leases(b"")
         with self._lock:
-            self._known, self._known_at = known, asked_at
+            self._known, self._known_at, self._news_at, self._last_join = known, asked_at, asked_at, last_join
         return known
+
+    def _look_for_news(self, known: dict[int, Node], last_join: bytes) -> dict[int, Node]:
+        """Ask which nodes have joined since the last look; who has died shows at the next whole one."""
+        asked_at = self._clock.monotonic()
+        joined, last_join = self._ask_for_leases(last_join)
+        known = {**known, **joined}
+        with self._lock:
+            self._known, self._news_at, self._last_join = known, asked_at, last_join
+        return known
+
+    def _ask_for_leases(self, last_join: bytes) -> tuple[dict[int, Node], bytes]:
+        """Nodes that joined after some join, all the living after none; and which join was the last."""
+        command = script_command(
+            scripts.LOOK, self._node_keys(), self._lease_key(""), self._times.reissue_ms, last_join
+        )
+        last_join, *told = self._link.run(command)
+        found = iter(told)
+        leases = [read_lease(slot, text, left_ms) for slot, text, left_ms in zip(found, found, found, strict=True)]
+        nodes = {node.slot: node for node in leases if node is not None}
+        if len(nodes) < len(leases):
+            self._warn_of(len(leases) - len(nodes))
+        return nodes, last_join
 
     def _is_alive(self, claim: str) -> bool:
         owner = claim.partition(" ")[0]
@@ -317,7 +343,7 @@ class ValkeyDirectory:
             )
 
     def _node_keys(self) -> list[str]:
-        return [f"{{{self._name}:nodes}}:{kind}" for kind in ("ends", "names", "owners")]
+        return [f"{{{self._name}:nodes}}:{kind}" for kind in ("ends", "names", "owners", "joins")]
 
     def _lease_key(self, slot: int | str) -> str:
         return f"{{{self._name}:nodes}}:lease:{slot}"

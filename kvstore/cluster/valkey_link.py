@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from kvstore.cluster.valkey_address import ValkeyMode
 from kvstore.cluster.valkey_scripts import ALL
+from kvstore.cluster.valkey_socket import CallLimit, LimitedSocket
 from kvstore.errors import ConfigError, DirectoryUnavailableError
 
 if TYPE_CHECKING:
@@ -57,8 +58,9 @@ class _Client(Protocol):
 class ValkeyLink:
     """Connections to the servers of one directory, made at the first call. Thread-safe.
 
-    A call takes at most about twice `timeout_seconds`. After one that failed, further calls fail at once for
-    `retry_seconds`, but for those of `probe`. `_lock` guards the client and the time of the failure; no call is made
+    A call takes at most twice `timeout_seconds`, the wait for a place among CALLS_MAX included, and once more for each
+    connection that it makes. After one that failed, further calls fail at once for `retry_seconds`, but for those of
+    `probe`. `_lock` guards the client and the time of the failure; no call is made
     under it.
     """
 
@@ -74,6 +76,7 @@ class ValkeyLink:
         self._address = address
         self._options = options
         self._clock = clock
+        self._limit = CallLimit(clock)
         self._places = threading.BoundedSemaphore(CALLS_MAX)
         self._lock = threading.Lock()
         self._client: _Client | None = None
@@ -95,8 +98,9 @@ class ValkeyLink:
             raise DirectoryUnavailableError(f"the directory {self._address} has {CALLS_MAX} calls under way already")
         try:
             answers: list[Answer] = []
-            for first in range(0, len(commands), PIPELINE_COMMANDS_MAX):
-                answers += self._send(commands[first : first + PIPELINE_COMMANDS_MAX])
+            with self._limit.within(self._options.timeout_seconds):
+                for first in range(0, len(commands), PIPELINE_COMMANDS_MAX):
+                    answers += self._send(commands[first : first + PIPELINE_COMMANDS_MAX])
         except self._failures as err:
             with self._lock:
                 self._down_until = self._clock.monotonic() + self._options.retry_seconds
@@ -149,19 +153,49 @@ class ValkeyLink:
     def _make_client(self) -> _Client:
         redis, address = self._redis, self._address
         options = self._connection_options()
+        kinds = redis.connection
+        plain = self._limited(kinds.SSLConnection if address.is_tls else kinds.Connection)
         if address.mode is ValkeyMode.CLUSTER:
-            nodes = [redis.cluster.ClusterNode(host, port) for host, port in address.hosts]
-            return cast("_Client", redis.RedisCluster(startup_nodes=nodes, **options))
+            # Only with a URL it makes its pools of the class that it is given.
+            (host, port), *others = address.hosts
+            nodes = [redis.cluster.ClusterNode(other_host, other_port) for other_host, other_port in others]
+            url = f"redis://{f'[{host}]' if ':' in host else host}:{port}"
+            return cast("_Client", redis.RedisCluster(url=url, startup_nodes=nodes, connection_class=plain, **options))
         options["db"] = address.database
         if address.mode is ValkeyMode.SENTINEL:
-            known = {key: value for key, value in options.items() if key.startswith(("socket_", "ssl", "retry"))}
-            known["password"] = self._options.sentinel_password or None
-            sentinel = redis.Sentinel(address.hosts, sentinel_kwargs=known, **options)
-            return cast("_Client", sentinel.master_for(address.service))
+            return self._make_sentinel_client(plain, options)
         if address.mode is ValkeyMode.UNIX:
-            return cast("_Client", redis.Redis(unix_socket_path=address.path, **options))
+            options["path"] = address.path
+            del options["socket_connect_timeout"]
+            return self._pooled(self._limited(kinds.UnixDomainSocketConnection), options)
         host, port = address.hosts[0]
-        return cast("_Client", redis.Redis(host=host, port=port, **options))
+        return self._pooled(plain, {"host": host, "port": port, **options})
+
+    def _make_sentinel_client(self, plain: type, options: dict[str, Any]) -> _Client:
+        sentinels = self._redis.sentinel
+        known = {key: value for key, value in options.items() if key.startswith(("socket_", "ssl", "retry"))}
+        known["password"] = self._options.sentinel_password or None
+        managed = (
+            sentinels.SentinelManagedSSLConnection if self._address.is_tls else sentinels.SentinelManagedConnection
+        )
+        sentinel = sentinels.Sentinel([], connection_class=self._limited(managed), **options)
+        for host, port in self._address.hosts:
+            sentinel.sentinels.append(self._pooled(plain, {"host": host, "port": port, **known}))
+        return cast("_Client", sentinel.master_for(self._address.service))
+
+    def _pooled(self, kind: type, options: dict[str, Any]) -> _Client:
+        return cast(
+            "_Client", self._redis.Redis.from_pool(self._redis.ConnectionPool(connection_class=kind, **options))
+        )
+
+    def _limited(self, kind: type) -> type:
+        """A class of connections whose calls are under the limit, the handshake included."""
+        limit = self._limit
+
+        def connect(connection: object) -> LimitedSocket:
+            return LimitedSocket(kind._connect(connection), limit)  # type: ignore[attr-defined]  # noqa: SLF001
+
+        return type(f"Limited{kind.__name__}", (kind,), {"_connect": connect})
 
     def _connection_options(self) -> dict[str, Any]:
         redis, address, options = self._redis, self._address, self._options
@@ -175,7 +209,7 @@ class ValkeyLink:
         }
         if address.is_tls:
             files = {"ssl_ca_certs": options.tls_ca, "ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
-            given |= {"ssl": True, **{name: file for name, file in files.items() if file}}
+            given |= {name: file for name, file in files.items() if file}
         return given
 
 

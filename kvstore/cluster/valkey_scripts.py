@@ -7,9 +7,11 @@ All names begin with the name of the cluster, here `kvstore`. Times are those of
     {kvstore:nodes}:names        hash: the slot of each name
     {kvstore:nodes}:owners       hash: `incarnation name` by slot
     {kvstore:nodes}:deletions    hash: the epoch in which each namespace was deleted, by ns_id, a month after the last
+    {kvstore:nodes}:joins        sorted set: slots by the number of the join that took them, so that who looks for
+                                 what is new since a join reads that alone
     {kvstore:GROUP}:BUCKET       hash: the holders of some boundaries. Field: bytes 2 to 10 of the key. Value: three
                                  bytes for each holder, its slot and the number of the period in which it said so
-    {kvstore:GROUP}:marks        hash: by slot, how often that node has written to this group
+    {kvstore:GROUP}:marks        hash: by slot, how often that node has written to this group, and in which period last
     kvstore:claim:KEY            `incarnation token` of who computes this block
 
 The first 18 bits of a key say which of 64 groups and of their 4,096 buckets it is in. So small hashes stay listpacks,
@@ -18,7 +20,9 @@ last word about any of its keys; the first word in a period drops what was not s
 is half of `entry_seconds`, and each node says all of it once a period.
 
 A mark that is not what its node last wrote tells it that the group was lost, or brought back from some earlier time. It
-takes another slot then, so that nothing of its old one counts that came back, and says all of what it holds again.
+takes another slot then, so that nothing of its old one counts that came back, and says all of what it holds again. So
+it does where somebody wrote to a group a moment ago under the slot that it has just got: after a loss another node may
+have had it, which does not know yet.
 """
 
 from __future__ import annotations
@@ -41,14 +45,23 @@ local function lease_at(key)
 end
 """
 
-# KEYS: ends, names, owners.
+# A key of another type is none of ours: it is dropped, and what nodes told there they tell again.
+_OWN_KEYS = """
+for index, kind in ipairs({'zset', 'hash', 'hash', 'zset'}) do
+  local found = redis.call('TYPE', KEYS[index]).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', KEYS[index]) end
+end
+"""
+
+# KEYS: ends, names, owners, joins.
 # ARGV: prefix of leases, name, identity, incarnation, lease (JSON), lease ms, reissue ms, slot wanted or '', '1' to
 # end the lease of an earlier start. Answers 'taken', 'full', or the slot.
 JOIN = (
     _NOW
     + _LEASE
+    + _OWN_KEYS
     + """
-local ends, names, owners = KEYS[1], KEYS[2], KEYS[3]
+local ends, names, owners, joins = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local prefix, name, identity, incarnation, value = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local lease_ms, reissue_ms, slot = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local me = incarnation .. ' ' .. name
@@ -69,7 +82,14 @@ if slot then
   if free_from and tonumber(free_from) > now and redis.call('HGET', owners, slot) ~= me then slot = nil end
 end
 if not slot then
-  slot = redis.call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 1)[1]
+  for _, free in ipairs(redis.call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 1000)) do
+    local number = string.find(free, '^%d+$') and tonumber(free)
+    if number and number <= 65535 then
+      slot = free
+      break
+    end
+    redis.call('ZREM', ends, free)
+  end
 end
 if not slot then
   slot = redis.call('ZCARD', ends)
@@ -79,30 +99,33 @@ slot = tonumber(slot)
 if slot > 65535 then return 'full' end
 local owner = redis.call('HGET', owners, slot)
 if owner then
-  local old_name = string.sub(owner, string.find(owner, ' ', 1, true) + 1)
+  local old_name = string.sub(owner, (string.find(owner, ' ', 1, true) or 0) + 1)
   if redis.call('HGET', names, old_name) == tostring(slot) then redis.call('HDEL', names, old_name) end
 end
 redis.call('SET', prefix .. slot, value, 'PX', lease_ms)
 redis.call('ZADD', ends, now + lease_ms + reissue_ms, slot)
 redis.call('HSET', names, name, slot)
 redis.call('HSET', owners, slot, me)
+local last = redis.call('ZREVRANGE', joins, 0, 0, 'WITHSCORES')[2]
+redis.call('ZADD', joins, (tonumber(last) or 0) + 1, slot)
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, lease_ms + reissue_ms) end
 return slot
 """
 )
 
-# KEYS: ends, names, owners, lease. ARGV: slot, incarnation, lease (JSON), lease ms, reissue ms. Answers 0 where the
-# lease is gone or another's.
+# KEYS: ends, names, owners, joins, lease. ARGV: slot, incarnation, lease (JSON), lease ms, reissue ms. Answers 0 where
+# the lease is gone or another's.
 RENEW = (
     _NOW
     + _LEASE
+    + _OWN_KEYS
     + """
-local lease = lease_at(KEYS[4])
+local lease = lease_at(KEYS[5])
 if not lease or lease.incarnation ~= ARGV[2] then return 0 end
 local lease_ms, reissue_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
-redis.call('SET', KEYS[4], ARGV[3], 'PX', lease_ms)
+redis.call('SET', KEYS[5], ARGV[3], 'PX', lease_ms)
 redis.call('ZADD', KEYS[1], now + lease_ms + reissue_ms, ARGV[1])
-for index = 1, 3 do redis.call('PEXPIRE', KEYS[index], lease_ms + reissue_ms) end
+for index = 1, 4 do redis.call('PEXPIRE', KEYS[index], lease_ms + reissue_ms) end
 return 1
 """
 )
@@ -120,13 +143,20 @@ return 1
 """
 )
 
-# KEYS: ends. ARGV: prefix of leases, reissue ms. Answers slots of the living, their leases, and the ms that these have
-# left, in turn.
+# KEYS: ends, names, owners, joins. ARGV: prefix of leases, reissue ms, the last join that is known or ''. Answers the
+# number of the last join, then slots, leases and the ms that these have left in turn: of those that joined since, or of
+# all the living where none is known or the numbers began anew.
 LOOK = (
     _NOW
+    + _OWN_KEYS
     + """
-local found = {}
-local slots = redis.call('ZRANGEBYSCORE', KEYS[1], now + tonumber(ARGV[2]), '+inf')
+local last = redis.call('ZREVRANGE', KEYS[4], 0, 0, 'WITHSCORES')[2] or '0'
+local found, since, slots = {last}, tonumber(ARGV[3]), nil
+if since and since <= tonumber(last) then
+  slots = redis.call('ZRANGEBYSCORE', KEYS[4], '(' .. since, '+inf')
+else
+  slots = redis.call('ZRANGEBYSCORE', KEYS[1], now + tonumber(ARGV[2]), '+inf')
+end
 for first = 1, #slots, 1000 do
   local keys = {}
   for at = first, math.min(first + 999, #slots) do keys[#keys + 1] = ARGV[1] .. slots[at] end
@@ -142,9 +172,9 @@ return found
 """
 )
 
-# KEYS: marks of a group, buckets of it. ARGV: '1' to announce and '0' to withdraw, slot, mark expected or '', new mark,
-# period ms, most holders; then for each bucket the number of fields and the fields. Answers 1 if the mark was as
-# expected.
+# KEYS: marks of a group, buckets of it. ARGV: '1' to announce and '0' to withdraw, slot, the least count expected, the
+# new one, which is more than all that are expected, period ms, most holders; then for each bucket the number of fields
+# and the fields. Answers 1 if the mark was one that is expected: that of the slot's last owner, too, where 0 is.
 TELL = (
     _NOW
     + """
@@ -209,10 +239,12 @@ for index = 2, #KEYS do
   elseif announces then redis.call('PEXPIRE', bucket, 3 * period_ms) end
   at = at + count + 1
 end
-local mark = own_field(KEYS[1], slot) or ''
-redis.call('HSET', KEYS[1], slot, ARGV[4])
+local count, told_in = string.match(own_field(KEYS[1], slot) or '0 0', '^(%d+) (%d+)$')
+local period, least = math.floor(now / period_ms), tonumber(ARGV[3])
+redis.call('HSET', KEYS[1], slot, ARGV[4] .. ' ' .. string.format('%d', period))
 redis.call('PEXPIRE', KEYS[1], 3 * period_ms)
-if mark == ARGV[3] then return 1 else return 0 end
+if not count or (least == 0 and period - tonumber(told_in) > 2) then return least == 0 and 1 or 0 end
+if tonumber(count) >= least and tonumber(count) < tonumber(ARGV[4]) then return 1 else return 0 end
 """
 )
 

@@ -62,7 +62,6 @@ class PeerNode:
             self.peers = ClusterPeers(
                 self.store,
                 self.membership if directory is None else directory,
-                name,
                 settings=self.peer_settings,
                 credentials=credentials,
                 clock=SystemClock(),

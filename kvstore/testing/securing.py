@@ -11,6 +11,7 @@ from kvstore.transport.access import hash_of, new_token
 from kvstore.transport.security import security_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.transport.security import Security
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 class Keyring:
     """A development CA and an access file in a folder, and tokens of that file."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hosts: Sequence[str] = ("localhost", "127.0.0.1")) -> None:
         self.folder = folder
         self.access_file = folder / "access.toml"
         self._entries: dict[str, str] = {}
-        make_certificates(folder, hosts=["localhost", "127.0.0.1"], clients=["engine", "stranger"], days=1)
+        make_certificates(folder, hosts=list(hosts), clients=["engine", "stranger"], days=1)
         self._write()
 
     @property

@@ -38,12 +38,13 @@ def flipped(sent: bytes) -> bytes:
 class TcpProxy:
     """Passes connections on to a server. A `fault` is that of all bytes that the server sends from then on."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, listen: str = "127.0.0.1:0") -> None:
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self.fault: Fault | None = None
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        own_host, _, own_port = listen.rpartition(":")
+        self._listener = socket.create_server((own_host, int(own_port)))
+        self.address = f"{own_host}:{self._listener.getsockname()[1]}"
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
 _START_SECONDS_MAX = 20.0
@@ -33,10 +34,14 @@ def server_binary() -> str | None:
 class ValkeyServer:
     """A server in a folder of its own, which `start` begins and `kill` ends as often as one likes."""
 
-    def __init__(self, folder: Path, *, is_shard: bool = False, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, is_shard: bool = False, options: Sequence[str] = (), run_by: Sequence[str] = ()
+    ) -> None:
+        """`options` are more of the server's own; `run_by` is a command that runs it, such as `ip netns exec NAME`."""
         self._folder = folder
         self._is_shard = is_shard
         self._options = options
+        self._run_by = run_by
         self._process: subprocess.Popen[bytes] | None = None
         self.port = _free_port() if is_shard else 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +72,7 @@ class ValkeyServer:
         self.socket_path.unlink(missing_ok=True)
         log = (self._folder / "log").open("ab")
         with log:
-            self._process = subprocess.Popen([*command, *self._options], stdout=log, stderr=log)
+            self._process = subprocess.Popen([*self._run_by, *command, *self._options], stdout=log, stderr=log)
         end = time.monotonic() + _START_SECONDS_MAX
         while not self._answers():
             assert self._process.poll() is None, (self._folder / "log").read_text()

@@ -19,6 +19,7 @@ from kvstore.cluster.valkey_address import parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
 from kvstore.cluster.valkey_link import LinkOptions, ValkeyLink
 from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
+from kvstore.nodes import NodeReport
 from kvstore.store import StoreSettings
 from kvstore.testing.blocks import store_prompt
 from kvstore.testing.manual_clock import ManualClock
@@ -26,7 +27,7 @@ from kvstore.testing.patience import SLACK_SECONDS, Stopwatch
 from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.testing.valkey_server import ValkeyServer
@@ -122,6 +123,20 @@ def test_what_is_stored_is_told_after_a_while_and_taken_back_when_it_leaves(valk
     one.store.clear(NAMESPACE)
     one.announcer.turn()
     assert [frozenset()] * 3 == list(other.directory.holders(keys))
+
+
+def test_a_node_that_joins_is_known_to_all_after_a_second(valkey: ValkeyServer, make_node) -> None:
+    valkey.ask("FLUSHALL")
+    one = make_node(valkey.url, "one")
+    assert ["one"] == [node.name for node in one.directory.nodes()]
+    other = make_node(valkey.url, "other")
+    other.store_and_tell(prompt(1))
+    one.clock.advance(1.5)
+    assert ["one", "other"] == [node.name for node in one.directory.nodes()]
+    assert [{1}] * 3 == list(one.directory.holders(other.boundaries(prompt(1))))
+    claim = other.directory.claim(b"k" * 16, 5.0)
+    assert claim is not None
+    assert one.directory.claimed(b"k" * 16) is not None
 
 
 def test_a_killed_directory_is_right_again_within_two_leases(own_valkey: ValkeyServer, make_node) -> None:
@@ -309,3 +324,27 @@ def test_nothing_of_a_cluster_stays_for_ever_and_nothing_of_a_prompt_is_told(val
     kept = valkey.dump_path.read_bytes()
     assert b"lease" in kept
     assert (False, False) == (b"a secret that" in kept, b"mlkj" in kept)
+
+
+def test_a_directory_set_back_after_a_call_without_an_answer_is_found_out(
+    own_valkey: ValkeyServer, make_node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, withdrawn, other = make_node(own_valkey.url, "one").directory, bytes(16), bytes([1] * 16)
+    slot = directory.nodes()[0].slot
+    directory.announce([withdrawn])
+    own_valkey.ask("SAVE")
+    directory.withdraw([withdrawn])
+    with monkeypatch.context() as patched:
+        patched.setattr(ValkeyLink, "run_all", answered_by_nobody)
+        with pytest.raises(DirectoryUnavailableError, match="lost"):
+            directory.announce([other])
+    own_valkey.kill()
+    own_valkey.start()
+    directory.announce([other])
+    assert slot != directory.renew(NodeReport()).node.slot
+    assert [frozenset()] == list(directory.holders([withdrawn]))
+
+
+def answered_by_nobody(link: ValkeyLink, commands: Sequence[tuple[str | bytes | int, ...]]) -> None:
+    link.probe(commands)
+    raise DirectoryUnavailableError("the answer was lost")

@@ -124,3 +124,35 @@ def test_a_claim_that_is_none_is_taken(
     own_valkey.ask(words[0], f"c:claim:{KEY.decode()}", words[1])
     assert one.claimed(KEY) is None
     assert one.claim(KEY, 5.0) is not None
+
+
+@pytest.mark.parametrize("kind", ["ends", "names", "owners", "joins"])
+def test_a_shared_key_of_another_type_is_dropped_and_made_anew(
+    own_valkey: ValkeyServer, join: Callable[[str], ValkeyDirectory], kind: str
+) -> None:
+    one, key = join("one"), f"{{c:nodes}}:{kind}"
+    own_valkey.ask("DEL", key)
+    own_valkey.ask("SADD", key, "x")
+    one.renew(NodeReport())
+    assert ["one"] == names(one)
+    own_valkey.ask("DEL", key)
+    own_valkey.ask("SET", key, "x")
+    other = join("other")
+    one.renew(NodeReport())
+    assert {"one", "other"} == {*names(one), *names(other)}
+
+
+@pytest.mark.parametrize("slot", ["seven", "70000", "-1", "1e3", ""])
+def test_a_free_slot_that_is_none_is_given_to_nobody(
+    own_valkey: ValkeyServer, join: Callable[[str], ValkeyDirectory], slot: str
+) -> None:
+    own_valkey.ask("ZADD", "{c:nodes}:ends", "1", slot)
+    assert 0 == join("one").nodes()[0].slot
+    assert b"$-1\r\n" == own_valkey.ask("ZSCORE", "{c:nodes}:ends", slot)
+
+
+def test_an_owner_that_is_none_costs_nobody_the_slot(
+    own_valkey: ValkeyServer, join: Callable[[str], ValkeyDirectory]
+) -> None:
+    own_valkey.ask("HSET", "{c:nodes}:owners", "0", "nonsense")
+    assert 0 == join("one").nodes()[0].slot

@@ -60,7 +60,7 @@ def test_the_nodes_that_stay_have_everything_with_the_right_bytes(start_node: Ca
         leaving.store_and_announce(NAMESPACE, prompt)
     leaving.store_and_announce(NAMESPACE, PROMPTS[0], Root(salt="s"))
 
-    done = hand_over(leaving).run("a")
+    done = hand_over(leaving).run()
 
     assert (7, 7, 0) == (done.prefixes, done.taken, done.failures)
     for prompt in PROMPTS:
@@ -73,7 +73,7 @@ def test_no_more_bytes_travel_than_the_settings_allow(start_node: Callable[..., 
     leaving, staying = start_node("a"), start_node("b")
     for prompt in PROMPTS:
         leaving.store_and_announce(NAMESPACE, prompt)
-    hand_over(leaving, limit_bytes=2 * PROMPT_BYTES + 5).run("a")
+    hand_over(leaving, limit_bytes=2 * PROMPT_BYTES + 5).run()
     assert 0 < staying.peers.stats().bytes <= 2 * PROMPT_BYTES
 
 
@@ -81,7 +81,7 @@ def test_what_another_node_has_does_not_travel(start_node: Callable[..., PeerNod
     leaving, staying = start_node("a"), start_node("b")
     for node in leaving, staying:
         node.store_and_announce(NAMESPACE, PROMPTS[0])
-    assert 0 == hand_over(leaving).run("a").prefixes
+    assert 0 == hand_over(leaving).run().prefixes
     assert 0 == staying.peers.stats().bytes
 
 
@@ -89,7 +89,7 @@ def test_what_a_node_that_does_not_answer_is_asked_to_take_others_take(start_nod
     leaving, _, staying = start_node("a"), start_node("b", announced_address="127.0.0.1:1"), start_node("c")
     for prompt in PROMPTS:
         leaving.store_and_announce(NAMESPACE, prompt)
-    done = hand_over(leaving).run("a")
+    done = hand_over(leaving).run()
     assert [BLOCKS] * len(PROMPTS) == [staying.held(NAMESPACE, prompt) for prompt in PROMPTS]
     assert (len(PROMPTS), 3) == (done.taken, done.failures)
 
@@ -98,7 +98,7 @@ def test_a_directory_that_is_down_holds_up_nobody(start_node: Callable[..., Peer
     leaving = start_node("a")
     leaving.store_and_announce(NAMESPACE, PROMPTS[0])
     settings = HandOverSettings(30.0, 1 << 30, leaving.peer_settings.announce_tokens)
-    done = HandOver(leaving.store, UnreachableDirectory(), leaving.peers, settings, SystemClock()).run("a")
+    done = HandOver(leaving.store, UnreachableDirectory(), leaving.peers, settings, SystemClock()).run()
     assert (0, 1) == (done.prefixes, done.failures)
 
 
@@ -107,7 +107,7 @@ def test_who_is_alone_leaves_at_once(start_node: Callable[..., PeerNode]) -> Non
     leaving.store_and_announce(NAMESPACE, PROMPTS[0])
     handing = hand_over(leaving)
     assert not handing.progress.is_done
-    assert 0 == handing.run("a").prefixes
+    assert 0 == handing.run().prefixes
     assert handing.progress.is_done
 
 
@@ -119,7 +119,7 @@ def test_nodes_that_drain_are_asked_for_nothing_and_chosen_ones_alone_where_some
     for prompt in PROMPTS[:4]:
         leaving.store_and_announce(NAMESPACE, prompt)
     settings = HandOverSettings(30.0, 1 << 30, leaving.peer_settings.announce_tokens, frozenset({"b", "c"}))
-    done = HandOver(leaving.store, leaving.membership, leaving.peers, settings, SystemClock()).run("a")
+    done = HandOver(leaving.store, leaving.membership, leaving.peers, settings, SystemClock()).run()
     assert (4, 4 * PROMPT_BYTES) == (done.taken, done.taken_bytes)
     held = [[node.held(NAMESPACE, prompt) for prompt in PROMPTS[:4]] for node in (draining, chosen, other)]
     assert [[0] * 4, [BLOCKS] * 4, [0] * 4] == held
@@ -130,7 +130,7 @@ def test_the_least_busy_takes_more(start_node: Callable[..., PeerNode]) -> None:
     busy.membership.renew(NodeReport(queue=100))
     for prompt in PROMPTS:
         leaving.store_and_announce(NAMESPACE, prompt)
-    taken = hand_over(leaving).run("a").taken
+    taken = hand_over(leaving).run().taken
     assert taken > 1
     assert taken == [idle.held(NAMESPACE, prompt) for prompt in PROMPTS].count(BLOCKS)
     assert [0] * len(PROMPTS) == [busy.held(NAMESPACE, prompt) for prompt in PROMPTS]
@@ -141,5 +141,5 @@ def test_one_that_is_stopped_begins_nothing_more(start_node: Callable[..., PeerN
     leaving.store_and_announce(NAMESPACE, PROMPTS[0])
     handing = hand_over(leaving)
     handing.stop()
-    assert 0 == handing.run("a").taken
+    assert 0 == handing.run().taken
     assert 0 == staying.peers.stats().bytes

@@ -16,7 +16,7 @@ from kvstore.clock import SystemClock
 from kvstore.cluster.directory import NodeProfile
 from kvstore.cluster.memory_directory import MemoryDirectory, SharedDirectory
 from kvstore.cluster.peer_settings import PeerSettings
-from kvstore.errors import DirectoryUnavailableError
+from kvstore.errors import DirectoryUnavailableError, NodeNameTakenError
 from kvstore.store import StoreSettings
 from kvstore.testing.blocks import store_prompt, verified_blocks
 from kvstore.testing.patience import SLACK_SECONDS, Stopwatch
@@ -26,6 +26,8 @@ from kvstore.types import KvLayout, Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from kvstore.nodes import Node
 
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=64, dtype="int8", block_tokens=16)  # 2 KiB a block
 SECRET = b"what the engines of team-a know"
@@ -233,11 +235,32 @@ def test_a_directory_that_does_not_answer_leaves_local_service_as_it_is(cluster:
     assert {"no_directory": 1} == asker.peers.stats().choices
 
 
+def test_a_node_whose_name_another_has_asks_that_one_as_a_peer(cluster: Cluster) -> None:
+    holder, asker = cluster.start("one"), cluster.start("asker")
+    holder.store_and_announce(NAMESPACE, PROMPT)
+    asker.membership.leave()
+    with pytest.raises(NodeNameTakenError, match="'one' already"):
+        asker.membership.join(NodeProfile("one", b"other".ljust(16), (asker.address,)))
+    assert [False] == [asker.membership.is_self(node) for node in asker.membership.nodes()]
+    assert BLOCKS == bring(asker)
+    assert {"fetched": 1} == fetches(asker)
+
+
+def test_a_lease_left_of_an_earlier_start_at_this_address_is_asked_for_nothing(cluster: Cluster) -> None:
+    asker = cluster.start("asker")
+    announce_stranger(cluster, asker, asker.address, "earlier")
+    assert 0 == bring(asker)
+    assert ({}, {"absent": 1, "claimed": 1}) == (fetches(asker), asker.peers.stats().choices)
+
+
 class SilentDirectory:
     """A Directory that never answers in time."""
 
     def nodes(self) -> Sequence[object]:
         raise DirectoryUnavailableError("no answer")
+
+    def is_self(self, node: Node) -> bool:
+        raise AssertionError(f"nobody is known: {node}")
 
     def holders(self, keys: Sequence[bytes]) -> Sequence[frozenset[int]]:
         raise DirectoryUnavailableError(f"no answer about {len(keys)} keys")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.cluster.peer_lookup import boundary_blocks, deepest_boundaries, peer_address
+from kvstore.cluster.peer_address import peer_address
+from kvstore.cluster.peer_lookup import boundary_blocks, deepest_boundaries
 from kvstore.cluster.peer_paths import PeerPaths
 from kvstore.cluster.plan import Path
-from kvstore.nodes import Node
 from kvstore.testing.manual_clock import ManualClock
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_boundaries_are_whole_blocks(expected: list[int], block_tokens: int, blo
     ],
 )
 def test_peers_are_asked_where_other_machines_reach_them(expected: str | None, addresses: tuple[str, ...]) -> None:
-    assert expected == peer_address(Node("n", 0, 1, addresses, 0, 0, 0))
+    assert expected == peer_address(addresses)
 
 
 def test_a_path_moves_towards_what_was_measured():
