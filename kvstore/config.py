@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.cluster_config import ClusterConfig, check_cluster
-from kvstore.codec_config import DISK_KIND as DISK_KIND
-from kvstore.codec_config import CodecConfig, PackedConfig, check_codecs, check_packed
+from kvstore.codec_config import CodecConfig, check_codecs, check_packed
 from kvstore.engine_event_config import EngineEventConfig, check_engine_events
 from kvstore.errors import ConfigError
 from kvstore.layer_groups import FIELD_BYTES_MAX
@@ -27,12 +26,12 @@ from kvstore.quota_config import SIZE_BYTES_MAX, QuotaConfig, check_quotas
 from kvstore.security_config import AuthConfig, ClientConfig, TlsConfig
 from kvstore.setting_values import PARSERS, Kind, Rule
 from kvstore.setting_values import setting as _setting
+from kvstore.tier_config import DEFAULT_DISK_BYTES, TiersConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 DEFAULT_ADDRESS = "unix:///run/kvstore.sock"
-DEFAULT_DISK_BYTES = 10 * 2**30
 DISK_BYTES_MIN = 2**20  # with less there is room for the tier's own files only
 _ENV_PREFIX = "KVSTORE_"
 _BY_NAME = "<name>"
@@ -97,56 +96,6 @@ class ServerConfig:
         "An event loop that stands still for so long ends the process, to be restarted by its supervisor; 0s: never.",
         maximum=3600,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostConfig:
-    """The host tier."""
-
-    capacity_bytes: int | None = _setting(
-        None,
-        Kind.SIZE,
-        "Host memory for blocks; more than the machine or its cgroup has is refused.",
-        minimum=2**20,
-        maximum=SIZE_BYTES_MAX,
-        auto="a quarter of what the machine and its control groups leave at start, 64MiB to 64GiB",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskConfig:
-    """The disk tier."""
-
-    capacity_bytes: int | None = _setting(
-        None,
-        Kind.SIZE,
-        "Disk space under data_dir, all files counted, at least 1MiB; 0: no disk tier.",
-        maximum=SIZE_BYTES_MAX,
-        auto=f"{format_size(DEFAULT_DISK_BYTES)} with data_dir, else 0",
-    )
-    further_dirs: tuple[str, ...] = _setting(
-        (), Kind.LIST, "Further folders, best on other devices, over which blocks are spread within that space."
-    )
-    free_floor_bytes: int | None = _setting(
-        None,
-        Kind.SIZE,
-        "What stays free on each file system: below it no file of blocks is made.",
-        maximum=SIZE_BYTES_MAX,
-        auto="1GiB or 2 %, whichever is more, at most a tenth",
-    )
-    key_file: str = _setting(
-        "", Kind.TEXT, "File with the keys of encryption at rest, the newest first; others may not read it."
-    )
-    kind: str = _setting(DISK_KIND, Kind.TEXT, "Which tier: slabs, or one that another package offers by that name.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiersConfig:
-    """Where blocks lie."""
-
-    host: HostConfig = field(default_factory=HostConfig)
-    packed: PackedConfig = field(default_factory=PackedConfig)
-    disk: DiskConfig = field(default_factory=DiskConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

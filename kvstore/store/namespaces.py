@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.events import EventKind
@@ -16,18 +15,11 @@ if TYPE_CHECKING:
     from kvstore.store.space import Space
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """The blocks that were dropped, and the pins of the namespace, which are the caller's to end."""
+def clear_space(index: Index, room: RoomMaker, space: Space) -> int:
+    """Drop all of a namespace for good, its pins too; how many blocks that were.
 
-    blocks: int
-    pin_ids: list[int]
-
-
-def clear_space(index: Index, room: RoomMaker, space: Space) -> Cleared:
-    """Drop all of a namespace for good. Raises StorageError if a restart may bring some back, and changes nothing then.
-
-    Waits for a copy to disk in progress. Stages that were open commit nothing any more.
+    Raises StorageError if a restart may bring some back, and changes nothing then. Waits for a copy to disk in progress.
+    Stages that were open commit nothing any more.
     """
     with room.lock:
         if index.disk is not None:
@@ -44,17 +36,18 @@ def clear_space(index: Index, room: RoomMaker, space: Space) -> Cleared:
             cleared += index.reap_all(space)
         for freed in cleared:
             freed.settle_disk()
-    return Cleared(blocks, pin_ids)
+    index.pins.end(pin_ids)
+    return blocks
 
 
-def delete_namespace(index: Index, room: RoomMaker, ns_id: bytes) -> Cleared:
+def delete_namespace(index: Index, room: RoomMaker, ns_id: bytes) -> int:
     """The same by its public id, also where nobody has used it since the start; blocks of it then count 0."""
     space = _open_space(index, ns_id)
     if space is None and index.disk is not None:
         index.disk.clear(ns_id)
         index.events.append(EventKind.CLEARED, ns_id)
         space = _open_space(index, ns_id)  # opened meanwhile
-    return Cleared(0, []) if space is None else clear_space(index, room, space)
+    return 0 if space is None else clear_space(index, room, space)
 
 
 def namespace_stats(index: Index) -> list[NamespaceStats]:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.clock import SystemClock
-from kvstore.codec_config import PACKED_BYTES_MIN
-from kvstore.config import DEFAULT_DISK_BYTES, DISK_BYTES_MIN, DISK_KIND
+from kvstore.codec_config import DISK_KIND, PACKED_BYTES_MIN
+from kvstore.config import DISK_BYTES_MIN
 from kvstore.errors import ConfigError
 from kvstore.store.settings import StoreSettings
 from kvstore.store.store import Store
+from kvstore.tier_config import DEFAULT_DISK_BYTES
 from kvstore.tiers.codecs.keys import FileKeys
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import POISON, HostTier

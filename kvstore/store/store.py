@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from kvstore.state_blobs import BlobLease, BlobStage
     from kvstore.store.hot_prefixes import HotPrefix
     from kvstore.store.lookup_observer import LookupObserver
-    from kvstore.store.namespaces import Cleared
     from kvstore.store.peers import Peers
     from kvstore.store.settings import StoreSettings
     from kvstore.store.space import Space
@@ -345,13 +344,13 @@ class Store:
     def clear(self, namespace: Namespace) -> int:
         """Drop a namespace; see kvstore.api.KvStore. Waits for a copy to disk in progress."""
         self._check_open()
-        return self._end_cleared(clear_space(self._index, self._room, self._index.space(namespace)))
+        return clear_space(self._index, self._room, self._index.space(namespace))
 
     @uninterrupted
     def delete_namespace(self, ns_id: bytes) -> int:
         """Drop all of a namespace, opened or not, for good: see namespaces.py. Raises StorageError if it cannot be."""
         self._check_open()
-        return self._end_cleared(delete_namespace(self._index, self._room, ns_id))
+        return delete_namespace(self._index, self._room, ns_id)
 
     def namespaces(self) -> list[NamespaceStats]:
         """The namespaces that are here, by id."""
@@ -495,10 +494,6 @@ class Store:
         prompt = as_prompt(namespace, tokens)
         space = self._index.space(namespace)
         return space, space.root_key(root), prompt
-
-    def _end_cleared(self, cleared: Cleared) -> int:
-        self._pins.end(cleared.pin_ids)
-        return cleared.blocks
 
     def _is_spent(self, space: Space, root_key: bytes, prompt: TokenArray) -> bool:
         """Whether the budget has nothing for a prompt that continues nothing; counts it, if so.

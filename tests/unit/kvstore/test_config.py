@@ -10,7 +10,6 @@ import pytest
 from kvstore.config import (
     EVICTION_POLICIES,
     Config,
-    HostConfig,
     LimitsConfig,
     StoreConfig,
     load_config,
@@ -22,6 +21,7 @@ from kvstore.errors import ConfigError
 from kvstore.quota_config import QuotaConfig
 from kvstore.radix.tree import POLICIES
 from kvstore.store import StoreSettings
+from kvstore.tier_config import HostConfig
 from kvstore.transport.limits import ServiceLimits
 
 
