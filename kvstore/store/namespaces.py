@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def clear_space(index: Index, room: RoomMaker, space: Space) -> int:
     """Drop all of a namespace for good, its pins too; how many blocks that were.
 
-    Raises StorageError if a restart may bring some back, and changes nothing then. Waits for a copy to disk in progress.
-    Stages that were open commit nothing any more.
+    Raises StorageError if a restart may bring some back, and changes nothing then. Waits for a copy to disk in
+    progress. Stages that were open commit nothing any more.
     """
     with room.lock:
         if index.disk is not None:
