@@ -184,3 +184,21 @@ def test_without_replays_a_gap_forgets_what_was_held():
     assert 8 == held(overlay)
     follower.live(7, msgspec.msgpack.encode([2.0, [], 0]))
     assert ({"applied": 1, "lost": 1}, 0) == (overlay.stats()[0].events, held(overlay))
+
+
+def test_events_as_sglang_writes_them_are_read_with_their_salt():
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [-(2**63)],
+        "parent_block_hash": None,
+        "token_ids": TOKENS[:8],
+        "block_size": 8,
+        "lora_id": None,
+        "medium": "GPU",
+        "cache_salt": "salt",
+    }
+    pinned = event | {"block_hashes": [7], "medium": "CPU_PINNED"}
+    overlay = overlay_of()
+    overlay.engines[0].follower.live(0, msgspec.msgpack.encode([1.0, [event, pinned], None]))
+    assert {"applied": 1, "other_medium": 1} == overlay.stats()[0].events
+    assert (8, 0) == (held(overlay, Root(salt="salt")), held(overlay))
