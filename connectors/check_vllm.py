@@ -202,9 +202,10 @@ def cache_config(specs: Mapping[str, Any]) -> Any:
 def layout_sentence(layout: KvLayout) -> str:
     """What would be stored of each block."""
     ranks = f", {layout.tensor_parallel} ranks" if layout.tensor_parallel > 1 else ""
+    windows = "".join(f", {group.layers} with a window" for group in layout.groups)
     return (
-        f"{layout.layers} layers, {layout.kv_heads} KV heads of {layout.head_dim}, {layout.dtype}{ranks}; a block of "
-        f"{layout.block_tokens} tokens has {format_size(layout.block_bytes)}"
+        f"{layout.layers} layers{windows}, {layout.kv_heads} KV heads of {layout.head_dim}, {layout.dtype}{ranks}; "
+        f"a block of {layout.block_tokens} tokens has {format_size(layout.block_bytes)}"
     )
 
 
