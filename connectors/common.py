@@ -547,8 +547,9 @@ def gives_back_what_it_takes(store: KvStore, namespace: Namespace) -> bool | Non
             for part, row in written.items():
                 stage.write_from(row, part=part)
     try:
-        with store.lease(store.match(namespace, tokens, root=root, touch=False)) as lease:
-            loaded = [lease.load_into(row, part=part).blocks if lease.blocks else 0 for part, row in read.items()]
+        match = store.match(namespace, tokens, root=root, touch=False)
+        with store.lease(match) as lease:
+            loaded = [lease.load_into(row, part=part).blocks if match.blocks else 0 for part, row in read.items()]
     finally:
         store.evict(namespace, tokens, root=root)
     return all(read[part] == row for part, row in written.items()) if all(loaded) else None

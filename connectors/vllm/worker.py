@@ -115,9 +115,9 @@ class WorkerSide:
         self._off = engine is None
         self._threads = ThreadPool(LOAD_THREADS, "vllm-load")
         self._store_thread = ThreadPool(1, "vllm-store")
-        moved = [] if engine is None else self._parts_of(engine)
-        self._full = moved[0] if moved else None
-        self._windows = moved[1:]
+        parts_here = [] if engine is None else self._parts_of(engine)
+        self._full: _Part | None = parts_here[0] if parts_here else None
+        self._windows = parts_here[1:]
         self._check = None if engine is None else SelfCheck(self._gives_back, parts.clock)
 
     @property

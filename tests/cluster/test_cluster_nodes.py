@@ -131,7 +131,10 @@ def test_locate_prints_what_each_node_holds(tmp_path: Path, capsys: pytest.Captu
         assert 0 == main(["locate", "--address", address, *flags, *words])
         assert ["alone", "44", "44", "in", "host"] == capsys.readouterr().out.splitlines()[1].split()
         assert 0 == main(["locate", "--address", address, "--json", *flags, *words])
-        expected = {"prompt_tokens": 46, "nodes": [{"node": "alone", "tokens": 44, "tiers": {"host": 44}}]}
+        expected = {
+            "prompt_tokens": 46,
+            "nodes": [{"node": "alone", "tokens": 44, "tiers": {"host": 44}, "device": {}}],
+        }
         assert expected == json.loads(capsys.readouterr().out)
         assert 0 == main(["nodes", "--address", address])
         assert "alone (this one)" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvstore.clock import SystemClock
 from kvstore.cluster.directory import NodeProfile
 from kvstore.cluster.valkey_address import parse_valkey_address
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
@@ -39,9 +40,7 @@ class ValkeyMachine(DirectoryMachine):
     numbers: ClassVar = itertools.count()
 
     def open_directory(self) -> None:
-        clock = HurriedClock()
-        options = LinkOptions(timeout_seconds=30.0)
-        self.link = ValkeyLink(parse_valkey_address(self.url), options, clock)
+        self.link = ValkeyLink(parse_valkey_address(self.url), LinkOptions(timeout_seconds=30.0), SystemClock())
         self.name = f"model{next(self.numbers)}"
 
     def new_member(self) -> Membership:

@@ -133,8 +133,8 @@ class FlippingLease:
     def __init__(self, lease):
         self._lease = lease
 
-    def load_into(self, buffer):
-        result = self._lease.load_into(buffer)
+    def load_into(self, buffer, *, part=None):
+        result = self._lease.load_into(buffer, part=part)
         buffer[0] ^= 1
         return result
 
