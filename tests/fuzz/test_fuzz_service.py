@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message_factory import GetMessageClass
 
 import kvstore
-from kvstore.errors import KvstoreError
+from kvstore.errors import InvalidArgumentError, KvstoreError
+from kvstore.nodes import Deletion, DrainOrder, DrainProgress
 from kvstore.testing.blocks import store_prompt
 from kvstore.testing.conformance import BLOCKS, LAYOUT, PROMPT
 from kvstore.tokens import as_token_array
@@ -267,10 +268,37 @@ def test_only_errors_of_kvstore_come_out_and_nothing_is_left(
     assert fuzz.executions < CALLS or [] == never, outcomes
 
 
+class Alone:
+    """The cluster's side of a node that is alone: it drains as it is told, and deletes what it has."""
+
+    def __init__(self, store: kvstore.KvStore) -> None:
+        self.store = store
+        self.progress = DrainProgress()
+
+    def begin(self, order: DrainOrder) -> None:
+        if order.targets:
+            raise InvalidArgumentError("no such nodes")
+        self.progress = DrainProgress(is_draining=True)
+
+    def wait(self, _seconds: float) -> DrainProgress:
+        return self.progress
+
+    def undo(self) -> bool:
+        drained, self.progress = self.progress.is_draining, DrainProgress()
+        return drained
+
+    def applied(self, _ns_id: bytes) -> int:
+        return 0
+
+    def delete(self, ns_id: bytes) -> Deletion:
+        return Deletion(1, self.store.delete_namespace(ns_id), is_told=True)
+
+
 async def attacked(store: kvstore.KvStore, mutator: Mutator, count: int, outcomes: Counter[str]) -> None:
     """One session of so many calls on services of their own."""
     security = local_security(Role.ADMIN)
     state = ServiceState(store, {"": [b"secret"]}, LIMITS, security.access, security.clock)
+    state.draining = state.deletions = Alone(store)
     attacker = Attacker(state, mutator, outcomes)
     try:
         await attacker.attack(count)
