@@ -101,17 +101,35 @@ def _pages(registry: CollectorRegistry, health: NodeHealth, shown: Mapping[str, 
 
     def page(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
-        if path in ("/livez", "/readyz"):
-            return _answer(start_response, health.of(path))
-        return shown.get(path, metrics)(environ, start_response)
+        if path not in ("/livez", "/readyz", *shown):
+            return metrics(environ, start_response)
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return _refuse(start_response)
+        answer = shown[path](environ, start_response) if path in shown else _answer(start_response, health.of(path))
+        return _without_body(answer) if environ["REQUEST_METHOD"] == "HEAD" else answer
 
     return page
 
 
+def _without_body(answer: Iterable[bytes]) -> Iterable[bytes]:
+    """Of an answer its headers alone; a stream ends before it begins."""
+    close = getattr(answer, "close", None)
+    if close is not None:
+        close()
+    return iter((b"",))
+
+
+def _refuse(start_response: Callable[..., Any]) -> Iterable[bytes]:
+    start_response("405 Method Not Allowed", [("Content-Type", "text/plain; charset=utf-8"), ("Allow", "GET, HEAD")])
+    return [b"expected GET or HEAD\n"]
+
+
 def _answer(start_response: Callable[..., Any], complaint: str | None) -> Iterable[bytes]:
     status = "200 OK" if complaint is None else "503 Service Unavailable"
-    start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")])
-    return [((complaint or "ok") + "\n").encode()]
+    body = ((complaint or "ok") + "\n").encode()
+    headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
+    start_response(status, [*headers, ("Cache-Control", "no-store")])
+    return [body]
 
 
 def _server_class(host: str) -> type[WSGIServer]:

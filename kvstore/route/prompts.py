@@ -72,7 +72,7 @@ class LocalTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         except (ImportError, OSError, ValueError) as err:
             raise ConfigError(f"there is no tokenizer at {path}: {err}; give its folder, `engine` or `none`") from err
-        self._refusals = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
+        self._refusals = (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
         self._own = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters)
         self._thread = ThreadPoolExecutor(1, "kvstore-tokenizer")
 

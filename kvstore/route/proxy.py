@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
+from yarl import URL
 
 from kvstore.route.prompts import PROMPT_PATHS, affinity_of, length_of, read_body
 from kvstore.route.upstreams import order_of
@@ -27,6 +28,8 @@ from kvstore.stats import RouteStats, UpstreamStats
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from multidict import CIMultiDictProxy
+
     from kvstore.route.locator import Locator
     from kvstore.route.prompts import Tokenizer
     from kvstore.route.upstreams import Upstream
@@ -34,14 +37,18 @@ if TYPE_CHECKING:
 REQUESTS_MAX = 4096
 BODY_BYTES_MAX = 64 * 2**20
 PROBE_SECONDS = 2.0
+BODY_SECONDS = 120.0  # for a client to send its body: 64 MiB at 5 Mbit/s
 TOKENIZE_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 2.0  # less than servers keep a connection, so that they close none under a request
 _GATEWAY_ERRORS = (502, 503, 504)
-# Those of one connection, not of the message (RFC 9110, section 7.6.1), and what is counted anew.
+# Those of one connection, not of the message (RFC 9110, section 7.6.1), what is counted anew, and what asks whether to
+# send a body (section 10.1.1): that was answered here, and a server need not answer it.
 _OWN_HEADERS = frozenset(
-    ("connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
+    ("connection", "content-length", "expect", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
 )
+# What aiohttp says of itself where a client said nothing: a server would answer what the client did not ask for.
+_NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +88,18 @@ class Proxy:
         self._metrics = metrics
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         connector = aiohttp.TCPConnector(limit=REQUESTS_MAX + 2 * len(self._upstreams), keepalive_timeout=IDLE_SECONDS)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
+        self._session = aiohttp.ClientSession(
+            timeout=timeout,
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),  # those of one client are no other's
+            skip_auto_headers=_NOT_ADDED,
+        )
         app = web.Application(client_max_size=BODY_BYTES_MAX)
         app.router.add_get("/metrics", self._serve_metrics)
         app.router.add_get("/health", self._serve_health)
         app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -145,11 +158,13 @@ class Proxy:
             return _refusal(503, f"{REQUESTS_MAX} requests are under way; try again later")
         self._counts.running += 1
         try:
-            body = await request.read()
+            body = await _body_of(request)
             for upstream, cost in await self._order(request.path, body):
                 answered = await self._forward(request, body, upstream, cost)
                 if answered is not None:
                     return answered
+        except _SlowBodyError:
+            return _refusal(408, f"the body did not come within {BODY_SECONDS:g} s; send it again")
         finally:
             self._counts.running -= 1
         return _refusal(503, "no server behind this proxy answers; see /metrics for each of them")
@@ -185,8 +200,8 @@ class Proxy:
         self, request: web.Request, body: bytes, upstream: Upstream, cost: int
     ) -> web.StreamResponse | None:
         """Send a request on and its answer back; None where the server failed before the first byte."""
-        url = upstream.url + request.raw_path
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _OWN_HEADERS]
+        url = URL(upstream.url + _target(request), encoded=True)
+        headers = _end_to_end(request.headers)
         with upstream.busy(cost) as answers:
             try:
                 async with self._open.request(
@@ -212,9 +227,8 @@ class Proxy:
         self, request: web.Request, upstream: Upstream, answer: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
-        for name, value in answer.headers.items():
-            if name.lower() not in _OWN_HEADERS:
-                response.headers.add(name, value)
+        for name, value in _end_to_end(answer.headers):
+            response.headers.add(name, value)
         if answer.content_length is not None and request.method != "HEAD":
             response.content_length = answer.content_length
         outcome = "answered"
@@ -265,6 +279,31 @@ class Proxy:
 
 class _BrokenAnswerError(Exception):
     """A server failed after its first byte."""
+
+
+class _SlowBodyError(Exception):
+    """A client did not send its body in time."""
+
+
+async def _body_of(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError as err:
+        raise _SlowBodyError from err
+
+
+def _target(request: web.Request) -> str:
+    """Path and query as they came; a client may name the whole URL (RFC 9112, section 3.2.2)."""
+    came = request.raw_path
+    return came if came.startswith("/") else request.rel_url.raw_path_qs
+
+
+def _end_to_end(headers: CIMultiDictProxy[str]) -> list[tuple[str, str]]:
+    """The headers of the message, without those of the connection, which may name further ones of its own."""
+    named = {name.strip().lower() for value in headers.getall("Connection", ()) for name in value.split(",")}
+    own = _OWN_HEADERS | named
+    return [(name, value) for name, value in headers.items() if name.lower() not in own]
 
 
 def _refusal(status: int, message: str) -> web.Response:

@@ -25,17 +25,20 @@ class InterruptsLater:
     """While the block runs, SIGINT of the main thread waits; then it does what it would have done. For one use.
 
     Only the main thread of Python gets interrupts, so others pay for a comparison, and it for exchanging the handler
-    twice, about 2 us. What is in the block must not wait for long: nobody can end it.
+    twice, about 2 us. What is in the block must not wait for long: nobody can end it. The handler of another signal may
+    install one for SIGINT meanwhile, which then stays, or take note of this one, which then stands for the one before.
     """
 
-    __slots__ = ("_before", "_came")
+    __slots__ = ("_before", "_came", "_over")
 
     def __init__(self) -> None:
         self._before: Callable[[int, FrameType | None], object] | None = None
         self._came: FrameType | None = None
+        self._over = False
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        # Not current_thread(), which enters threads that Python did not start into a table, for good.
+        if threading.get_ident() == threading.main_thread().ident:
             before = _signal.getsignal(_signal.SIGINT)
             if callable(before):
                 self._before = before
@@ -45,12 +48,18 @@ class InterruptsLater:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._before is not None:
-            _signal.signal(_signal.SIGINT, self._before)
-            if self._came is not None:
-                self._before(_signal.SIGINT, self._came)
+            if _signal.getsignal(_signal.SIGINT) == self._keep:
+                _signal.signal(_signal.SIGINT, self._before)
+            self._over = True
+            after = _signal.getsignal(_signal.SIGINT)
+            if self._came is not None and callable(after):
+                after(_signal.SIGINT, self._came)
 
-    def _keep(self, _number: int, frame: FrameType | None) -> None:
-        self._came = frame
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        if self._over and self._before is not None:
+            self._before(number, frame)
+        else:
+            self._came = frame
 
 
 def uninterrupted(call: Callable[P, R]) -> Callable[P, R]:

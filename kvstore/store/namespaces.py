@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.events import EventKind
+from kvstore.hashing import group_pool_id
 from kvstore.stats import NamespaceStats
 from kvstore.tiers.persistent import KeepingTier
-from kvstore.types import Tier
+from kvstore.types import GROUPS_MAX, Tier
 
 if TYPE_CHECKING:
     from kvstore.store.index import Index
     from kvstore.store.room import RoomMaker
     from kvstore.store.space import Space
+    from kvstore.tiers.persistent import PersistentTier
 
 
 def clear_space(index: Index, room: RoomMaker, space: Space) -> int:
@@ -44,7 +46,8 @@ def delete_namespace(index: Index, room: RoomMaker, ns_id: bytes) -> int:
     """The same by its public id, also where nobody has used it since the start; blocks of it then count 0."""
     space = _open_space(index, ns_id)
     if space is None and index.disk is not None:
-        index.disk.clear(ns_id)
+        for pool_id in (*reversed(_untaken_parts(index.disk, ns_id)), ns_id):  # the dense blocks last, as above
+            index.disk.clear(pool_id)
         index.events.append(EventKind.CLEARED, ns_id)
         space = _open_space(index, ns_id)  # opened meanwhile
     return 0 if space is None else clear_space(index, room, space)
@@ -72,12 +75,22 @@ def namespace_stats(index: Index) -> list[NamespaceStats]:
             )
     if isinstance(index.disk, KeepingTier):
         pool_ids = {pool_id for space in opened for pool_id in space.pool_ids}
+        untaken = [kept for kept in index.disk.recovered_namespaces() if kept.ns_id not in pool_ids]
+        parts = {pool_id for kept in untaken for pool_id in _untaken_parts(index.disk, kept.ns_id)}
         found += [
             NamespaceStats(kept.ns_id, disk_blocks=kept.blocks, block_bytes=sum(kept.part_sizes))
-            for kept in index.disk.recovered_namespaces()
-            if kept.ns_id not in pool_ids
+            for kept in untaken
+            if kept.ns_id not in parts
         ]
     return sorted(found, key=lambda stats: stats.ns_id)
+
+
+def _untaken_parts(disk: PersistentTier, ns_id: bytes) -> list[bytes]:
+    """Under which names the disk has sparse parts of a namespace that nobody has used since the start."""
+    if not isinstance(disk, KeepingTier):
+        return []
+    kept_ids = {kept.ns_id for kept in disk.recovered_namespaces()}
+    return [pool_id for pool_id in (group_pool_id(ns_id, number) for number in range(GROUPS_MAX)) if pool_id in kept_ids]
 
 
 def _open_space(index: Index, ns_id: bytes) -> Space | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -262,6 +263,25 @@ def asked_once(url: str) -> int:
     except urllib.error.HTTPError as error:
         error.close()
         return error.code
+
+
+def method_of(address: str, method: bytes, path: bytes) -> tuple[int, bytes]:
+    """The status and the body of an answer, which ends."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(method + b" " + path + b" HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        head, _, body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+def test_who_asks_for_headers_alone_gets_no_body_and_no_stream(address: str):
+    paths = [b"/", b"/page.css", b"/livez", *[b"/stream"] * (STREAMS_MAX + 1)]
+    assert [(200, b"")] * len(paths) == [method_of(address, b"HEAD", path) for path in paths]
+
+
+def test_pages_are_read_and_nothing_else(address: str):
+    found = [method_of(address, method, path)[0] for method in (b"POST", b"PUT") for path in (b"/", b"/stream", b"/livez")]
+    assert [405] * 6 == found
 
 
 def test_closing_ends_the_streams_and_the_thread(told: Told):

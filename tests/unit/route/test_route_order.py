@@ -119,6 +119,14 @@ def test_a_local_tokenizer_renders_chats_by_the_models_template_with_their_optio
     assert [2, 3] == found[6]
 
 
+def test_a_chat_too_deep_for_its_template_has_no_tokens(tokenizer):
+    deep = []
+    for _ in range(5_000):
+        deep = [deep]
+    chat = {"messages": [{"role": "user", "content": deep}]}
+    assert None is asyncio.run(tokenizer.tokens("/v1/chat/completions", chat))
+
+
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match="there is no tokenizer at"):
