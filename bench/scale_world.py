@@ -1,6 +1,7 @@
 """Many nodes before one directory, in simulated time: the product's announcer, directory and look-ups.
 
-ACTING of them have engines and a million blocks each, and what these send is counted; the others have a lease.
+ACTING of them have engines and a million blocks each, and what these send is counted. IDLE more keep a lease as all do;
+what they send is counted apart. Of the others there are leases that last: whoever looks at all leases gets them, too.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from instant_server import CountedLink, InstantServer, Traffic
 from kvstore.cluster.announcer import Announcer, AnnounceSettings
 from kvstore.cluster.deletions import Deletions
 from kvstore.cluster.directory import NodeProfile
+from kvstore.cluster.memory_directory import reported
 from kvstore.cluster.peer_bring import Bringing, Surroundings
 from kvstore.cluster.peer_claims import HeldClaims
 from kvstore.cluster.peer_settings import PeerSettings
 from kvstore.cluster.plan import Path
 from kvstore.cluster.valkey_directory import DirectoryTimes, ValkeyDirectory
-from kvstore.nodes import NodeReport
+from kvstore.cluster.valkey_lease import lease_text
+from kvstore.nodes import Node, NodeReport
 from kvstore.testing.peer_world import LAYOUT, SimulatedNode, SimulatedStore, World
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 BOUNDARIES = BLOCKS_PER_NODE // BLOCKS_PER_BOUNDARY  # of a node
 ACTING = 10  # nodes with engines and blocks
+IDLE = 90  # nodes without, at most
 WINDOW_SECONDS = 30.0  # that are counted; in it each boundary is repeated once, as in entry_seconds / 2 otherwise
 TIMES = DirectoryTimes()
 LOOKUPS_PER_SECOND = 2.0  # of a node
@@ -77,11 +81,11 @@ class ScaleWorld(World):
 
     def begin(self, nodes: int) -> None:
         """Nodes start one after the other, within half a lease."""
-        for number in range(nodes):
-            is_acting = number < min(ACTING, nodes)
-            name = f"node-{number:04d}"
-            seconds = self.random.random() * TIMES.lease_seconds / 2
-            self.after(seconds, partial(self._start_acting if is_acting else self._start_idle, name))
+        names = [f"node-{number:04d}" for number in range(nodes)]
+        self.server.add_leases([lease_of(name) for name in names[ACTING + IDLE :]])
+        for number, name in enumerate(names[: ACTING + IDLE]):
+            start = self._start_acting if number < ACTING else self._start_idle
+            self.after(self.random.random() * TIMES.lease_seconds / 2, partial(start, name))
 
     def _start_idle(self, name: str) -> None:
         self.nodes[name] = ScaleNode(self, name, 0)
@@ -154,3 +158,10 @@ def directory_of(world: ScaleWorld, times: DirectoryTimes, *, is_counted: bool) 
 
 def profile_of(name: str) -> NodeProfile:
     return NodeProfile(name, name.encode().ljust(16), (f"tls://{name}.example:7070",), 10**12, 10**13)
+
+
+def lease_of(name: str) -> str:
+    """What a node says of itself with its lease."""
+    profile = profile_of(name)
+    node = Node(name, 0, 1 << 62, profile.addresses, profile.host_bytes, profile.disk_bytes, queue=0)
+    return lease_text(reported(node, REPORT), profile.identity, TIMES.lease_ms)
