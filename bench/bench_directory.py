@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from machine import describe
 
@@ -74,7 +74,7 @@ def announce_all(members: list[ValkeyDirectory], keys: list[bytes]) -> None:
             member.announce(keys[first : first + BATCH])
 
 
-def measure(nodes: int, holders: int) -> dict[str, object]:
+def measure(nodes: int, holders: int) -> dict[str, Any]:
     """A cluster in which each boundary is held by so many nodes."""
     dice = random.Random(nodes)
     distinct = nodes * BLOCKS_PER_NODE // BLOCKS_PER_BOUNDARY // holders // GROUPS

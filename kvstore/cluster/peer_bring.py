@@ -223,8 +223,9 @@ class Bringing:
             yield min(_POLL_SECONDS, rest_seconds)
             if self._need(errand.wanted).present_tokens > need.present_tokens:
                 return True
-            others = around.directory.holders([key])[0] - self._nodes()[1]
-            if any(errand.is_news(slot, missing.tokens) for slot in others):
+            told = around.directory.holders([key])[0]
+            # Which slots are this node's own takes a look at every node, so it is asked only of what was found.
+            if told and any(errand.is_news(slot, missing.tokens) for slot in told - self._nodes()[1]):
                 return True
             if around.directory.claimed(key) is None and self._claim(key, seconds):
                 return False

@@ -37,6 +37,15 @@ def test_the_tables_of_the_replay_are_made_of_the_result_files() -> None:
     assert made.stdout in (ROOT / "kvstore/replay/README.md").read_text()
 
 
+def test_the_tables_of_large_clusters_are_made_of_the_result_file() -> None:
+    result = ROOT / "bench/results/cluster-scale.json"
+    made = subprocess.run(
+        [sys.executable, ROOT / "bench/scale_report.py", result], capture_output=True, text=True, check=True
+    )
+    told = (ROOT / "docs/scaling.md").read_text()
+    assert [] == [table for table in made.stdout.strip().split("\n\n") if table not in told]
+
+
 def test_the_benchmark_table_is_made_of_the_result_file() -> None:
     result = ROOT / "bench/results/store.json"
     made = subprocess.run(

@@ -244,6 +244,20 @@ def test_prefixes_are_asked_for_once_and_then_spread() -> None:
     assert BLOCKS * LAYOUT.block_tokens + (BLOCKS - 16) * LAYOUT.block_tokens == computed
 
 
+def test_who_waits_for_another_looks_at_all_nodes_only_when_there_is_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(7, SETTINGS)
+    first, second = (world.add(name) for name in ("a", "b"))
+    first.ask(prompt_of(0))
+    looks: list[float] = []
+    nodes = second.membership.nodes
+    monkeypatch.setattr(second.membership, "nodes", lambda: looks.append(world.clock.monotonic()) or nodes())
+    request = second.ask(prompt_of(0))
+    world.run(PREFILL_SECONDS + 5.0)
+    waited_seconds = (request.computes_from or 0.0) - request.began
+    assert (0, True) == (request.computed_tokens, waited_seconds > 100 * 0.02)
+    assert 4 >= len(looks)
+
+
 def test_keys_of_prompts_that_share_a_beginning_share_it_too() -> None:
     first, second = (World(0, SETTINGS).add("a").ask(prompt_of(tail)).wanted.prompt for tail in (0, 1))
     shared = [one == other for one, other in zip(keys_of(first), keys_of(second), strict=True)]
