@@ -5,9 +5,9 @@
 
 Times of a busy machine differ by half from run to run; these counts do not differ at all, so one per cent shows. They
 are Callgrind's (https://valgrind.org/docs/manual/cl-manual.html), of the product's own sources, compiled as CMake
-compiles them, for the plainest CPU of the kind, which Valgrind knows, as it does not AVX-512. What instructions cost, such as
-memory that is not in a cache, they do not tell: that is for the other benches. Counts of another compiler, C library
-or Valgrind are not compared.
+compiles them: for the plainest CPU of its kind, since Valgrind knows no AVX-512. What instructions cost, such as memory
+that is not in a cache, they do not tell: that is for the other benches. Counts of another compiler, C library or
+Valgrind are not compared.
 """
 
 from __future__ import annotations
