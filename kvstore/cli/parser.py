@@ -103,6 +103,7 @@ def _add_looking(commands: Commands) -> None:
     stats.add_argument("--what-if", action="store_true", help="what other capacities would have found instead")
     match = _add_remote(commands, "match", "How much of a prompt is stored, and where. Changes no recency.")
     _add_prompt(match)
+    _add_doctor(commands)
     nodes = _add_remote(commands, "nodes", "The nodes of the cluster, this one marked, and those that left.", "nodes")
     nodes.add_argument("--watch", action="store_true", help="again every 2 s until interrupted")
     locate = _add_remote(commands, "locate", "How much of a prompt each node of the cluster holds.")
@@ -114,6 +115,16 @@ def _add_looking(commands: Commands) -> None:
     events.add_argument("--after", metavar="SEQUENCE", type=int, default=0, help="only events after this one")
     events.add_argument("--limit", metavar="COUNT", type=int, default=1000, help="at most so many (default 1000)")
     events.add_argument("--follow", action="store_true", help="go on with new events until interrupted")
+
+
+def _add_doctor(commands: Commands) -> None:
+    doctor = _add_remote(commands, "doctor", "Why prompts were not found, and what would raise the hit rate.", "doctor")
+    doctor.add_argument("log", metavar="LOG", nargs="?", help="JSONL of requests (default: ask the sidecar)")
+    doctor.add_argument("--reset", action="store_true", help="have the sidecar count anew")
+    prompts = doctor.add_mutually_exclusive_group()
+    prompts.add_argument("--tokenizer", metavar="PATH", help="folder of the model's, for prompts that are text")
+    prompts.add_argument("--tokens", action="store_true", help="take prompts of token ids alone")
+    doctor.add_argument("--block-tokens", metavar="COUNT", type=int, default=16, help="tokens of a block (default 16)")
 
 
 def _add_changing(commands: Commands) -> None:

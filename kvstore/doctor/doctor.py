@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.doctor.causes import Examiner
@@ -39,7 +40,6 @@ class Doctor:
         self._queue: queue.Queue[SeenLookup | None] = queue.Queue(_QUEUED_MAX)
         self._lock = threading.Lock()
         self._tallies = Tallies()  # guarded by _lock, as all below
-        self._skipped = 0
         self._began = clock.monotonic()
         self._spent_seconds = 0.0
         self._thread = threading.Thread(target=self._work, name="kvstore-doctor", daemon=True)
@@ -51,26 +51,25 @@ class Doctor:
         return self._thread.is_alive()
 
     def see(self, lookup: SeenLookup) -> None:
-        """Take a lookup to be looked at, or skip it. Keeps its tokens until then. About a microsecond."""
+        """Take a lookup to be looked at, or skip it. Keeps its tokens until then. Some microseconds."""
         try:
             if self._may_spend():
-                self._queue.put_nowait(lookup)
+                self._queue.put_nowait(_bounded(lookup))
                 return
         except queue.Full:
             pass
         with self._lock:
-            self._skipped += 1
+            self._tallies.skip(lookup)
 
-    def report(self) -> Report:
-        """What was found since the start, or since reset()."""
+    def report(self, tenant: str | None = None) -> Report:
+        """What was found since the start, or since reset(); None stands for all tenants."""
         with self._lock:
-            return self._tallies.report(self._clock.monotonic() - self._began, self._skipped)
+            return self._tallies.report(self._clock.monotonic() - self._began, tenant)
 
     def reset(self) -> None:
         """Begin to count anew; what is remembered of prompts stays."""
         with self._lock:
             self._tallies = Tallies()
-            self._skipped = 0
             self._began = self._clock.monotonic()
             self._spent_seconds = 0.0
 
@@ -95,5 +94,13 @@ class Doctor:
             with self._lock:
                 self._tallies.add(lookup, diagnosis)
                 self._spent_seconds += time.thread_time() - began
+            del lookup, diagnosis  # a prompt is kept no longer than it is looked at
             self._queue.task_done()
         self._queue.task_done()
+
+
+def _bounded(lookup: SeenLookup) -> SeenLookup:
+    """What is looked at of it: of a long prompt a copy of its head, so that the rest need not be kept."""
+    if lookup.tokens.size <= _PROMPT_TOKENS_MAX:
+        return lookup
+    return replace(lookup, tokens=lookup.tokens[:_PROMPT_TOKENS_MAX].copy())
