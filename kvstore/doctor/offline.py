@@ -46,4 +46,4 @@ def examine_log(requests: Iterable[LoggedLookup | BadLine]) -> LogReport:
             began = request.seconds if began is None else min(began, request.seconds)
             ended = request.seconds if ended is None else max(ended, request.seconds)
     seconds = DAY_SECONDS if began is None or ended is None or ended <= began else ended - began
-    return LogReport(tallies.report(seconds), bad_count, tuple(named))
+    return LogReport(tallies.report(seconds, 0), bad_count, tuple(named))

@@ -74,7 +74,6 @@ class Tallies:
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, str]] = Counter()
-        self._skipped: Counter[str] = Counter()  # by tenant
         self._tallies: defaultdict[tuple[tuple[str, str], Cause], _Tally] = defaultdict(_Tally)
 
     def add(self, lookup: SeenLookup, diagnosis: Diagnosis) -> None:
@@ -91,24 +90,19 @@ class Tallies:
             tally.places[diagnosis.parted_at] += 1
         tally.differs_in[diagnosis.differs_in] += 1
 
-    def skip(self, lookup: SeenLookup) -> None:
-        """Count one that was not looked at."""
-        tenant = lookup.home.tenant
-        known = tenant in self._skipped or len(self._skipped) < _NAMESPACES_MAX
-        self._skipped[tenant if known else ""] += 1
-
-    def report(self, seconds: float, tenant: str | None = None) -> Report:
-        """All that was counted in so many seconds, or what is a tenant's own of it."""
+    def report(self, seconds: float, skipped: int, tenant: str | None = None) -> Report:
+        """All that was counted in so many seconds, or what is a tenant's own of it; `skipped` were not looked at."""
         mine = {key: tally for key, tally in self._tallies.items() if tenant in (None, key[0][0])}
         causes: Counter[Cause] = Counter()
         for (_, cause), tally in mine.items():
             causes[cause] += tally.requests
         requests = causes.total()
-        skipped = self._skipped.total() if tenant is None else self._skipped[tenant]
-        scale = DAY_SECONDS / max(seconds, 1.0) * (requests + skipped) / max(requests, 1)
+        seen = max(self._requests.total(), 1)
+        scale = DAY_SECONDS / max(seconds, 1.0) * (seen + skipped) / seen
         findings = [self._finding(key, cause, tally, scale) for (key, cause), tally in mine.items() if cause in ADVICE]
         ordered = sorted(findings, key=lambda finding: (-finding.tokens_per_day, finding.tenant, finding.model))
-        return Report(seconds, requests, skipped, dict(causes), tuple(ordered))
+        share = skipped if tenant is None else round(skipped * requests / seen)
+        return Report(seconds, requests, share, dict(causes), tuple(ordered))
 
     def _finding(self, key: tuple[str, str], cause: Cause, tally: _Tally, scale: float) -> Finding:
         (parted_at, _), *_ = tally.places.most_common(1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import secrets
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from kvstore.doctor.doctor import PROMPT_TOKENS_MAX
 from kvstore.doctor.seen import Home, SeenLookup
 from kvstore.types import PLAIN_ROOT, Symbols
 
@@ -31,10 +33,18 @@ class LookupWatch:
         self._layout = functools.lru_cache(_NAMESPACES_MAX)(self._layout_digest)
 
     def see(self, match: PrefixMatch) -> None:
-        """Tell the doctor of it. O(1): the prompt is the match's own copy, and nobody changes it."""
-        namespace, layout = match.namespace, match.namespace.layout
-        if layout.symbols != Symbols.TOKENS or layout.state is not None:
-            return
+        """Tell the doctor of it. The prompt is the match's own copy, and nobody changes it.
+
+        O(1), but for prompts above PROMPT_TOKENS_MAX, whose head is copied so that the rest need not be kept.
+        """
+        layout = match.namespace.layout
+        if layout.state is None and layout.symbols == Symbols.TOKENS:
+            if match.prompt.size > PROMPT_TOKENS_MAX:
+                match = replace(match, prompt=match.prompt[:PROMPT_TOKENS_MAX].copy())
+            self._doctor.look(functools.partial(self._seen, match))
+
+    def _seen(self, match: PrefixMatch) -> SeenLookup:
+        namespace = match.namespace
         home = Home(
             namespace.tenant,
             namespace.model,
@@ -42,7 +52,7 @@ class LookupWatch:
             self._layout(namespace),
             self._root_digest(match.root),
         )
-        self._doctor.see(SeenLookup(home, match.prompt, match.tokens, layout.block_tokens))
+        return SeenLookup(home, match.prompt, match.tokens, namespace.layout.block_tokens)
 
     def _layout_digest(self, namespace: Namespace) -> str:
         """Of all that keeps namespaces apart beside their names."""
