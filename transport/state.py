@@ -38,6 +38,8 @@ class ServiceState:
         self.secrets = secrets
         self.limits = limits
         self.access = access
+        self.clock = clock
+        self.began_at = clock.monotonic()
         self.tenants = Tenants(limits, clock)
         self.namespaces = Owners()
         self.pins = Owners()

@@ -50,7 +50,7 @@ def _of_log(arguments: argparse.Namespace) -> int:
     """Partly done where lines are no requests, failed where all are not."""
     if arguments.reset:
         raise InvalidArgumentError("--reset is about a sidecar; leave it out, or leave out the log")
-    if not 1 <= arguments.block_tokens <= BLOCK_TOKENS_MAX:
+    if arguments.block_tokens is not None and not 1 <= arguments.block_tokens <= BLOCK_TOKENS_MAX:
         raise InvalidArgumentError(f"--block-tokens is {arguments.block_tokens}, expected 1..{BLOCK_TOKENS_MAX}")
     tokenizer = None if arguments.tokens or arguments.tokenizer is None else LogTokenizer(arguments.tokenizer)
     path = Path(arguments.log)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from kvstore.types import TokenArray
 
+_BLOCK_TOKENS = 16
 _TRACE_BLOCK_TOKENS = 512
-_TRACE_BLOCKS_MAX = 2**32 // _TRACE_BLOCK_TOKENS  # whose tokens are all different
 _LINE_CHARACTERS_MAX = 64 << 20
 
 
@@ -58,11 +58,15 @@ class BadLine:
 
 
 class RequestLog:
-    """Reads a log once. Without a tokenizer it knows prompts of token ids alone."""
+    """Reads a log once. Without a tokenizer it knows prompts of token ids alone.
 
-    def __init__(self, tokenizer: Tokenizer | None, block_tokens: int) -> None:
+    `block_tokens` are 16 unless they are given, and 512 in a trace.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, block_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
-        self._block_tokens = block_tokens
+        self._block_tokens = block_tokens or _BLOCK_TOKENS
+        self._trace_block_tokens = block_tokens or _TRACE_BLOCK_TOKENS
         self._ordinals: dict[int, int] = {}  # of the blocks of a trace
 
     def read(self, lines: Iterable[str]) -> Iterator[LoggedLookup | BadLine]:
@@ -81,7 +85,7 @@ class RequestLog:
         home = Home(_text(row, "tenant"), _text(row, "model"), "", "", _text(row, "cache_salt"))
         if "hash_ids" in row:
             seconds = _number(row, "timestamp")
-            lookup = SeenLookup(home, self._trace_tokens(row), None, _TRACE_BLOCK_TOKENS)
+            lookup = SeenLookup(home, self._trace_tokens(row), None, self._trace_block_tokens)
             return LoggedLookup(lookup, None if seconds is None else seconds / 1000)
         tokens = as_token_array(self._ids(row))
         lookup = SeenLookup(home, tokens, _cached_tokens(row), self._block_tokens)
@@ -107,12 +111,14 @@ class RequestLog:
         ids = row["hash_ids"]
         if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
             raise InvalidArgumentError(f"its hash_ids are {ids!r:.60}, expected a list of whole numbers")
-        if len(ids) > PROMPT_TOKENS_MAX // _TRACE_BLOCK_TOKENS:
+        size = self._trace_block_tokens
+        if len(ids) > PROMPT_TOKENS_MAX // size:
             raise InvalidArgumentError(f"it has {len(ids)} hash_ids, more than a prompt may have")
-        ordinals = [self._ordinals.setdefault(one, len(self._ordinals)) % _TRACE_BLOCKS_MAX for one in ids]
+        # Beyond so many blocks of a trace their tokens begin again.
+        ordinals = [self._ordinals.setdefault(one, len(self._ordinals)) % (2**32 // size) for one in ids]
         length = _number(row, "input_length")
-        begins = np.array(ordinals, dtype=np.uint64) * _TRACE_BLOCK_TOKENS
-        tokens = (begins[:, None] + np.arange(_TRACE_BLOCK_TOKENS, dtype=np.uint64)).reshape(-1).astype(np.uint32)
+        begins = np.array(ordinals, dtype=np.uint64) * size
+        tokens = (begins[:, None] + np.arange(size, dtype=np.uint64)).reshape(-1).astype(np.uint32)
         return tokens if length is None else tokens[: max(0, int(length))]
 
 

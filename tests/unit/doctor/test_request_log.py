@@ -29,7 +29,7 @@ def ids(count: int) -> list[int]:
 
 
 def read(*rows: object) -> list[LoggedLookup | BadLine]:
-    return list(RequestLog(None, 16).read(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return list(RequestLog(None).read(row if isinstance(row, str) else json.dumps(row) for row in rows))
 
 
 def log_of(path: Path, rows: Iterable[object]) -> str:
