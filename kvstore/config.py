@@ -20,6 +20,7 @@ from kvstore.cluster_config import ClusterConfig, check_cluster
 from kvstore.codec_config import CodecConfig, check_codecs, check_packed
 from kvstore.engine_event_config import EngineEventConfig, check_engine_events
 from kvstore.errors import ConfigError
+from kvstore.insight_config import DoctorConfig, LogConfig
 from kvstore.layer_groups import FIELD_BYTES_MAX
 from kvstore.quantities import format_size
 from kvstore.quota_config import SIZE_BYTES_MAX, QuotaConfig, check_quotas
@@ -261,18 +262,6 @@ class EventsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig:
-    """What the sidecar writes on stderr."""
-
-    level: str = _setting(
-        "info", Kind.TEXT, "Least severe level that is logged.", choices=("debug", "info", "warning", "error")
-    )
-    format: str = _setting(
-        "text", Kind.TEXT, "One line of text, or one JSON object, an event.", choices=("text", "json")
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings, checked."""
 
@@ -295,6 +284,7 @@ class Config:
     )
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
 
     @property
     def quotas(self) -> tuple[QuotaConfig, ...]:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstore.config import LogConfig
+    from kvstore.insight_config import LogConfig
 
 
 class TextFormatter(logging.Formatter):

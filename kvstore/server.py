@@ -35,6 +35,7 @@ from kvstore.cluster.locate import NodeView
 from kvstore.cluster.peers import open_peers
 from kvstore.cluster_metrics import NO_PEERS
 from kvstore.config import Config, read_secret
+from kvstore.doctor import Doctor, LookupWatch
 from kvstore.engine_events.assembly import following
 from kvstore.log_lines import log_to_stderr
 from kvstore.loop_watch import STALL_TURNS, TURN_SECONDS, LoopWatch
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.peers import ClusterPeers
     from kvstore.cluster_config import ClusterConfig
     from kvstore.engine_events.assembly import Engines
+    from kvstore.insight_config import DoctorConfig
     from kvstore.quota_config import QuotaConfig
     from kvstore.store import Store
 
@@ -121,6 +123,7 @@ def run(config: Config, *, ready: TextIO) -> None:
         side = _open_cluster(config, store, membership, stack, transfers=lambda: server.transfers)
         announcer = side.announcer
         engines = stack.enter_context(following(config.engine_events, clock))
+        doctor = _open_doctor(config.doctor, store, stack)
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -134,16 +137,20 @@ def run(config: Config, *, ready: TextIO) -> None:
             cluster=NodeView(store, membership, side.name, config.cluster.announce_tokens, engines=engines),
             draining=side.drainer,
             deletions=side.deletions,
+            doctor=doctor,
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
         peer_stats = (lambda: NO_PEERS) if side.peers is None else side.peers.stats
         cluster_stats = (announcer.stats, peer_stats, engines.stats)
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, *cluster_stats)
         registry = make_registry(readers, server, calls, __version__)
-        health = NodeHealth(lambda: _trouble(watch, server, announcer, engines), lambda: _unready(side.drainer, server))
+        health = NodeHealth(
+            lambda: _trouble(watch, server, announcer, engines, doctor), lambda: _unready(side.drainer, server)
+        )
         nodes = membership.nodes if config.cluster.directory else tuple
         prefixes = HotPrefixes(store, clock)
-        sources = PageSources(store.stats, peer_stats, calls, prefixes, nodes, side.name, __version__, clock)
+        report = None if doctor is None else doctor.report
+        sources = PageSources(store.stats, peer_stats, calls, prefixes, nodes, side.name, __version__, clock, report)
         pages = _open_pages(stack, config.server.metrics_address, registry, health, sources)
         # Until the loop handles them: asyncio exchanges handlers meanwhile, and a signal could go to neither.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
@@ -162,6 +169,17 @@ def _open_pages(
         return None
     page = stack.enter_context(contextlib.closing(NodePage(sources)))
     return stack.enter_context(contextlib.closing(NodePages(registry, health, address, dict.fromkeys(PATHS, page))))
+
+
+def _open_doctor(config: DoctorConfig, store: Store, stack: contextlib.ExitStack) -> Doctor | None:
+    """What is told of the store's lookups until the stack ends; None: nothing is to be."""
+    if not config.enabled:
+        return None
+    doctor = Doctor(SystemClock(), cpu_share_max=config.cpu_ratio_max)
+    stack.callback(doctor.close)
+    stack.callback(store.observe_lookups)  # nobody, from then on
+    store.observe_lookups(LookupWatch(doctor))
+    return doctor
 
 
 def keep_freed_memory() -> None:
@@ -285,12 +303,16 @@ def _end() -> None:
     os._exit(_EXIT_STALLED)
 
 
-def _trouble(watch: LoopWatch, server: TransportServer, announcer: Announcer, engines: Engines) -> str | None:
+def _trouble(
+    watch: LoopWatch, server: TransportServer, announcer: Announcer, engines: Engines, doctor: Doctor | None
+) -> str | None:
     if watch.stalled:
         return "the event loop stands still"
     dead = [*server.dead_threads, *([] if announcer.is_alive else ["kvstore-announcer"])]
     if not engines.is_alive:
         dead.append("kvstore-engine-events")
+    if doctor is not None and not doctor.is_alive:
+        dead.append("kvstore-doctor")
     return f"threads have ended: {', '.join(dead)}" if dead else None
 
 

@@ -74,7 +74,8 @@ class StoreStats:
     since they could not be read, written or erased. `sparse_blocks` have parts of a layer group, and count once for
     each; `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
     `codecs` are by name, empty where none was used, and known in the store's own process alone.
-    `states` are sequence states; where blocks are counted, it is their pieces. `node` is what a sidecar is called.
+    `states` are sequence states; where blocks are counted, it is their pieces. `node` is what a sidecar is called, and
+    `uptime_seconds` how long it serves; an embedded store has neither.
     """
 
     tiers: dict[str, TierStats]
@@ -105,6 +106,7 @@ class StoreStats:
     codecs: dict[str, CodecStats] = field(default_factory=dict)
     states: int = 0
     node: str = ""
+    uptime_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from kvstore.api import SCRUB_BYTES
 from kvstore.errors import InvalidArgumentError, NoSpaceError, PermissionDeniedError
 from kvstore.nodes import NodeState
-from kvstore.transport import convert, convert_nodes
+from kvstore.transport import convert, convert_doctor, convert_nodes
 from kvstore.transport.cluster_view import ListingStore
 from kvstore.transport.principal import caller
 from kvstore.types import Verification
 from kvstore.v1 import admin_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from kvstore.transport.cluster_view import Draining
+    from kvstore.transport.cluster_view import Diagnosing, Draining
     from kvstore.transport.state import ServiceState
     from kvstore.types import Namespace
 
@@ -161,10 +161,25 @@ class AdminService:
         done = await self._state.long.run(partial(deletions.delete, request.ns_id))
         return pb.DeleteNamespaceResponse(epoch=done.epoch, blocks=done.blocks, told=done.is_told)
 
+    async def get_diagnosis(self, _request: pb.GetDiagnosisRequest) -> pb.GetDiagnosisResponse:
+        """Why prompts were not found; to a tenant what is its own."""
+        report = await self._state.short.run(partial(self._doctor().report, caller().tenant))
+        return convert_doctor.report_to_proto(report)
+
+    async def reset_diagnosis(self, _request: pb.ResetDiagnosisRequest) -> pb.ResetDiagnosisResponse:
+        """Count anew."""
+        await self._state.short.run(self._doctor().reset)
+        return pb.ResetDiagnosisResponse()
+
     def _namespaces_of_store(self) -> ListingStore:
         if not isinstance(self._store, ListingStore):
             raise InvalidArgumentError("the store of this server does not list its namespaces")
         return self._store
+
+    def _doctor(self) -> Diagnosing:
+        if self._state.doctor is None:
+            raise InvalidArgumentError("the doctor of this server is off; start it with doctor.enabled=true")
+        return self._state.doctor
 
     def _draining(self) -> Draining:
         if self._state.draining is None:

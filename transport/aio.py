@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
+    from kvstore.doctor import Report
     from kvstore.events import EventPage
     from kvstore.nodes import Deletion, DrainOrder, DrainProgress, Node, NodeMatch
     from kvstore.stats import NamespaceStats, StoreStats
@@ -400,6 +401,14 @@ class AsyncClient:
     async def namespaces(self) -> tuple[NamespaceStats, ...]:
         """The namespaces of the server's node, by id."""
         return await self._run(plans.list_namespaces())
+
+    async def diagnosis(self) -> Report:
+        """Why prompts were not found, and what would change that; to a tenant of its own."""
+        return await self._run(plans.get_diagnosis())
+
+    async def reset_diagnosis(self) -> None:
+        """Have that count anew."""
+        await self._run(plans.reset_diagnosis())
 
     async def delete_namespace(self, ns_id: bytes) -> Deletion:
         """Drop all of a namespace for good, on all nodes. Not tried again when the connection breaks."""

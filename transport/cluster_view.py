@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.doctor import Report
     from kvstore.nodes import Deletion, DrainOrder, DrainProgress, Node, NodeMatch
     from kvstore.stats import NamespaceStats
     from kvstore.tokens import Tokens
@@ -60,6 +61,18 @@ class Deleting(Protocol):
 
     def delete(self, ns_id: bytes) -> Deletion:
         """Delete one; raises StorageError if a restart could bring it back."""
+        ...
+
+
+class Diagnosing(Protocol):
+    """What says why prompts were not found. Any thread may call."""
+
+    def report(self, tenant: str | None = None) -> Report:
+        """What was seen; None stands for all tenants."""
+        ...
+
+    def reset(self) -> None:
+        """Count anew."""
         ...
 
 

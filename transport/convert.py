@@ -52,6 +52,7 @@ _ROOT_FIELDS = tuple(item.name for item in fields(Root))
 _TIER_NUMBERS = frozenset(int(tier) for tier in Tier)
 _SIMPLE_STATS = (
     "node",
+    "uptime_seconds",
     "namespaces",
     "lookups",
     "lookup_tokens",

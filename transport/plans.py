@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from kvstore.errors import InvalidArgumentError
 from kvstore.state_blobs import require_path, require_state_bytes
 from kvstore.tokens import as_prompt
-from kvstore.transport import convert, convert_nodes
+from kvstore.transport import convert, convert_doctor, convert_nodes
 from kvstore.transport.link import ADMIN, CACHE, Rpc, Wait
 from kvstore.types import (
     ScrubPage,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
+    from kvstore.doctor import Report
     from kvstore.events import EventPage
     from kvstore.nodes import Deletion, DrainOrder, DrainProgress, Node, NodeMatch
     from kvstore.stats import NamespaceStats, StoreStats
@@ -71,6 +72,8 @@ _SCRUB = Rpc(ADMIN, "Scrub", admin_pb.ScrubResponse)
 _LIST_NODES = Rpc(ADMIN, "ListNodes", admin_pb.ListNodesResponse)
 _DRAIN = Rpc(ADMIN, "Drain", admin_pb.DrainResponse)
 _UNDRAIN = Rpc(ADMIN, "Undrain", admin_pb.UndrainResponse)
+_GET_DIAGNOSIS = Rpc(ADMIN, "GetDiagnosis", admin_pb.GetDiagnosisResponse)
+_RESET_DIAGNOSIS = Rpc(ADMIN, "ResetDiagnosis", admin_pb.ResetDiagnosisResponse)
 _LIST_NAMESPACES = Rpc(ADMIN, "ListNamespaces", admin_pb.ListNamespacesResponse)
 _DELETE_NAMESPACE = Rpc(ADMIN, "DeleteNamespace", admin_pb.DeleteNamespaceResponse)
 _LOCATE = Rpc(ADMIN, "Locate", admin_pb.LocateResponse)
@@ -282,6 +285,18 @@ def list_namespaces() -> Plan[admin_pb.ListNamespacesResponse, tuple[NamespaceSt
         return tuple(convert_nodes.namespace_from_proto(use) for use in answer.namespaces)
 
     return Plan(_LIST_NAMESPACES, Wait.CONTROL, None, lambda _session, _ns: request, read)
+
+
+def get_diagnosis() -> Plan[admin_pb.GetDiagnosisResponse, Report]:
+    """Say why prompts were not found."""
+    request = admin_pb.GetDiagnosisRequest()
+    return Plan(_GET_DIAGNOSIS, Wait.CONTROL, None, lambda _session, _ns: request, convert_doctor.report_from_proto)
+
+
+def reset_diagnosis() -> Plan[admin_pb.ResetDiagnosisResponse, None]:
+    """Count anew."""
+    request = admin_pb.ResetDiagnosisRequest()
+    return Plan(_RESET_DIAGNOSIS, Wait.CONTROL, None, lambda _session, _ns: request, lambda _answer: None)
 
 
 def delete_namespace(ns_id: bytes) -> Plan[admin_pb.DeleteNamespaceResponse, Deletion]:

@@ -53,9 +53,11 @@ ROLES: dict[str, Role] = {
     "Undrain": Role.ADMIN,
     "ListNamespaces": Role.ADMIN,
     "DeleteNamespace": Role.ADMIN,
+    "GetDiagnosis": Role.READ,
+    "ResetDiagnosis": Role.ADMIN,
 }
 # Those that are about the blocks of all tenants, whoever asks.
-EVERY_TENANT_CALLS = frozenset({"Scrub", "EvictWriter", "Drain", "Undrain"})
+EVERY_TENANT_CALLS = frozenset({"Scrub", "EvictWriter", "Drain", "Undrain", "ResetDiagnosis"})
 # What anybody may ask who got through to the server: health and the public API's own description tell of no tenant.
 OPEN_SERVICES = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 OPEN_CALLS = frozenset({"Check"})

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore.transport.address import TcpAddress, UnixAddress
     from kvstore.transport.arena_service import ArenaUse
     from kvstore.transport.bulk_rows import BulkEngineHost
-    from kvstore.transport.cluster_view import ClusterView, Deleting, Draining
+    from kvstore.transport.cluster_view import ClusterView, Deleting, Diagnosing, Draining
     from kvstore.transport.limits import CallObserver, NamespaceSecrets, ServiceLimits
     from kvstore.transport.listen import PortServer
     from kvstore.transport.security import Security
@@ -77,6 +77,7 @@ class TransportServer:
         cluster: ClusterView | None = None,
         draining: Draining | None = None,
         deletions: Deleting | None = None,
+        doctor: Diagnosing | None = None,
     ) -> None:
         self._listen = [parse_address(text) for text in listen]
         self._limits = limits
@@ -88,6 +89,7 @@ class TransportServer:
         self._state.cluster = cluster
         self._state.draining = draining
         self._state.deletions = deletions
+        self._state.doctor = doctor
         self._admission = Admission(access, self._state.tenants)
         self._root = CallRoot(observer, self._admission)
         self._reloader = Reloader(self._security.reloadables(), clock)

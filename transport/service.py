@@ -368,8 +368,9 @@ class CacheService:
         else:
             namespaces, pins = (len(owners.of(tenant)) for owners in (self._state.namespaces, self._state.pins))
             stats = self._state.tenants.stats(tenant, namespaces=namespaces, pins=pins)
-        if self._state.cluster is not None:
-            stats = replace(stats, node=self._state.cluster.node_name)
+        cluster = self._state.cluster
+        node = stats.node if cluster is None else cluster.node_name
+        stats = replace(stats, node=node, uptime_seconds=self._state.clock.monotonic() - self._state.began_at)
         return pb.GetStatsResponse(stats=convert.stats_to_proto(stats))
 
     async def read_events(self, request: pb.ReadEventsRequest) -> pb.ReadEventsResponse:

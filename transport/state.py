@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.transport.access import Access
     from kvstore.transport.bulk_rows import BulkEngineHost
-    from kvstore.transport.cluster_view import ClusterView, Deleting, Draining
+    from kvstore.transport.cluster_view import ClusterView, Deleting, Diagnosing, Draining
     from kvstore.transport.limits import NamespaceSecrets, ServiceLimits
     from kvstore.transport.session import Session
 
@@ -38,6 +38,8 @@ class ServiceState:
         self.secrets = secrets
         self.limits = limits
         self.access = access
+        self.clock = clock
+        self.began_at = clock.monotonic()
         self.tenants = Tenants(limits, clock)
         self.namespaces = Owners()
         self.pins = Owners()
@@ -54,6 +56,7 @@ class ServiceState:
         self.cluster: ClusterView | None = None
         self.draining: Draining | None = None
         self.deletions: Deleting | None = None
+        self.doctor: Diagnosing | None = None
         self.stopping = asyncio.Event()
         self.unended_handles = 0
         # Takes every call, without a place: what is held must be given back, however busy the rest is.

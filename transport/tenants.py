@@ -175,7 +175,7 @@ class Tenants:
 
 def _nothing() -> StoreStats:
     """Statistics that tell nothing: what is counted for no tenant by itself stays hidden from all."""
-    empty: dict[str, Any] = {"dict": {}, "tupl": (), "int": 0, "str": ""}
+    empty: dict[str, Any] = {"dict": {}, "tupl": (), "int": 0, "str": "", "floa": 0.0}
     return StoreStats(**{item.name: copy(empty[str(item.type)[:4]]) for item in fields(StoreStats)})
 
 

@@ -108,6 +108,8 @@ class Method(enum.IntEnum):
     Undrain = 29
     ListNamespaces = 30
     DeleteNamespace = 31
+    GetDiagnosis = 32
+    ResetDiagnosis = 33
 
 
 REQUEST_TYPES: dict[Method, type[Message]] = {
@@ -142,6 +144,8 @@ REQUEST_TYPES: dict[Method, type[Message]] = {
     Method.Undrain: admin_pb.UndrainRequest,
     Method.ListNamespaces: admin_pb.ListNamespacesRequest,
     Method.DeleteNamespace: admin_pb.DeleteNamespaceRequest,
+    Method.GetDiagnosis: admin_pb.GetDiagnosisRequest,
+    Method.ResetDiagnosis: admin_pb.ResetDiagnosisRequest,
 }
 ADMIN_METHODS = frozenset(
     (
@@ -160,6 +164,8 @@ ADMIN_METHODS = frozenset(
         Method.Undrain,
         Method.ListNamespaces,
         Method.DeleteNamespace,
+        Method.GetDiagnosis,
+        Method.ResetDiagnosis,
     )
 )
 BULK_METHODS = frozenset((Method.Load, Method.Write))

@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_demo(commands)
     _add_looking(commands)
+    _add_debug(commands)
     _add_changing(commands)
     _add_namespaces(commands)
     _add_replay(commands)
@@ -103,6 +104,11 @@ def _add_looking(commands: Commands) -> None:
     stats.add_argument("--what-if", action="store_true", help="what other capacities would have found instead")
     match = _add_remote(commands, "match", "How much of a prompt is stored, and where. Changes no recency.")
     _add_prompt(match)
+    _add_doctor(commands)
+    top = _add_remote(commands, "top", "What the sidecar does now, live; q or Ctrl-C ends it.", "top")
+    top.add_argument("--interval", metavar="DURATION", default="1s", help="between readings (default %(default)s)")
+    top.add_argument("--once", action="store_true", help="one reading, as plain lines")
+    top.add_argument("--metrics", metavar="HOST:PORT", help="the sidecar's metrics page, for calls and their p99")
     nodes = _add_remote(commands, "nodes", "The nodes of the cluster, this one marked, and those that left.", "nodes")
     nodes.add_argument("--watch", action="store_true", help="again every 2 s until interrupted")
     locate = _add_remote(commands, "locate", "How much of a prompt each node of the cluster holds.")
@@ -114,6 +120,32 @@ def _add_looking(commands: Commands) -> None:
     events.add_argument("--after", metavar="SEQUENCE", type=int, default=0, help="only events after this one")
     events.add_argument("--limit", metavar="COUNT", type=int, default=1000, help="at most so many (default 1000)")
     events.add_argument("--follow", action="store_true", help="go on with new events until interrupted")
+
+
+def _add_doctor(commands: Commands) -> None:
+    doctor = _add_remote(commands, "doctor", "Why prompts were not found, and what would raise the hit rate.", "doctor")
+    doctor.add_argument("log", metavar="LOG", nargs="?", help="JSONL of requests (default: ask the sidecar)")
+    doctor.add_argument("--reset", action="store_true", help="have the sidecar count anew")
+    prompts = doctor.add_mutually_exclusive_group()
+    prompts.add_argument("--tokenizer", metavar="PATH", help="folder of the model's, for prompts that are text")
+    prompts.add_argument("--tokens", action="store_true", help="take prompts of token ids alone")
+    doctor.add_argument(
+        "--block-tokens", metavar="COUNT", type=int, help="tokens of a block (default 16, of a trace 512)"
+    )
+
+
+def _add_debug(commands: Commands) -> None:
+    debug = commands.add_parser("debug", help="For bug reports.", description="For bug reports.")
+    parts = debug.add_subparsers(required=True, metavar="COMMAND")
+    dump = _add(
+        parts, "dump", "debug:dump", "One archive for a bug report, without prompts, salts, secrets or payloads."
+    )
+    dump.add_argument("file", metavar="FILE.tar.gz", help="must not be there yet")
+    dump.add_argument("--metrics", metavar="HOST:PORT", help="the sidecar's metrics page, to be in it")
+    dump.add_argument("--log", metavar="FILE", help="the sidecar's log, whose last lines are to be in it")
+    dump.add_argument("--config", metavar="FILE", help="the sidecar's settings in TOML")
+    _add_sidecar(dump)
+    _add_json(dump)
 
 
 def _add_changing(commands: Commands) -> None:

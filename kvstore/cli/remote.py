@@ -11,7 +11,8 @@ from kvstore.cli.output import ExitCode, print_json, print_table, show
 from kvstore.cli.progress import ProgressBar
 from kvstore.cli.prompt import namespace_of, prompt_of, root_of
 from kvstore.cli.sidecar import connect_sidecar, sidecar_address
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import DirectoryUnavailableError, InvalidArgumentError
+from kvstore.nodes import NodeState
 from kvstore.quantities import format_size, parse_duration, parse_size
 from kvstore.types import ScrubPage, Tier
 from kvstore.writers import parse_writer, writer_text
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.events import Event, EventPage
-    from kvstore.nodes import NodeMatch
+    from kvstore.nodes import Node, NodeMatch
     from kvstore.stats import StoreStats
     from kvstore.transport.client import Client
     from kvstore.types import PrefixMatch
@@ -30,18 +31,38 @@ _FOLLOW_SECONDS = 2.0
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Whether the sidecar serves, and which version it is."""
+    """Whether the sidecar serves, which version it is, what its tiers hold and how it stands in its cluster."""
     with connect_sidecar(arguments) as client:
-        answer = client.status()
-    row = {
+        row = status_row(arguments, client)
+    serving = "serving" if row["serving"] else "not serving"
+    show(arguments, row, f"{row['address']}: {serving}, version {row['version']}, lane {row['lane']}")
+    return ExitCode.DONE if row["serving"] else ExitCode.FAILED
+
+
+def status_row(arguments: argparse.Namespace, client: Client) -> dict[str, object]:
+    """What `kvstore status --json` prints. `cluster` is null where its directory does not answer."""
+    answer, snapshot = client.status(), client.stats()
+    try:
+        own, known = client.nodes()
+        states = {node.name: node.state for node in known}
+        cluster = {"state": states[own].value if own in states else "alone", "nodes": _living(known)}
+    except DirectoryUnavailableError:
+        cluster = None
+    return {
         "address": sidecar_address(arguments),
         "serving": answer.serving,
+        "ready": answer.serving and (cluster is None or cluster["state"] != NodeState.DRAINING.value),
         "version": answer.version,
         "lane": answer.lane,
+        "uptime_seconds": round(snapshot.uptime_seconds, 3),
+        "node": snapshot.node,
+        "tiers": {name: asdict(tier) for name, tier in snapshot.tiers.items()},
+        "cluster": cluster,
     }
-    serving = "serving" if answer.serving else "not serving"
-    show(arguments, row, f"{row['address']}: {serving}, version {answer.version}, lane {answer.lane}")
-    return ExitCode.DONE if answer.serving else ExitCode.FAILED
+
+
+def _living(nodes: Sequence[Node]) -> int:
+    return sum(node.state is not NodeState.GONE for node in nodes)
 
 
 def stats(arguments: argparse.Namespace) -> int:

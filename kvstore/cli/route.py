@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from kvstore.cli.output import ExitCode
 from kvstore.cli.prompt import namespace_of
 from kvstore.cli.sidecar import client_files, sidecar_address
-from kvstore.config import LogConfig, quiet_grpc
+from kvstore.config import quiet_grpc
 from kvstore.errors import ConfigError
+from kvstore.insight_config import LogConfig
 from kvstore.log_lines import log_to_stderr
 
 if TYPE_CHECKING:

@@ -32,13 +32,18 @@ def assignments(pairs: Iterable[str]) -> dict[str, str]:
 
 def show(arguments: argparse.Namespace) -> int:
     """Print each setting in force with its origin."""
-    loaded = load_config(file=Path(arguments.config) if arguments.config else None, flags=assignments(arguments.set))
-    shown = [(row.key, _PASSWORD.sub(r"\g<user>***", row.value), row.origin) for row in loaded.origins]
+    shown = shown_settings(Path(arguments.config) if arguments.config else None, assignments(arguments.set))
     if arguments.json:
         print_json({key: {"value": value, "origin": origin} for key, value, origin in shown})
     else:
         print_table(("setting", "value", "origin"), shown)
     return ExitCode.DONE
+
+
+def shown_settings(file: Path | None, flags: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Each setting in force without passwords: its key, its value, its origin."""
+    origins = load_config(file=file, flags=flags).origins
+    return [(row.key, _PASSWORD.sub(r"\g<user>***", row.value), row.origin) for row in origins]
 
 
 def check(arguments: argparse.Namespace) -> int:

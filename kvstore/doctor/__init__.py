@@ -4,5 +4,6 @@ from kvstore.doctor.causes import Cause, Diagnosis
 from kvstore.doctor.doctor import Doctor
 from kvstore.doctor.report import Finding, Report
 from kvstore.doctor.seen import SeenLookup
+from kvstore.doctor.watch import LookupWatch
 
-__all__ = ["Cause", "Diagnosis", "Doctor", "Finding", "Report", "SeenLookup"]
+__all__ = ["Cause", "Diagnosis", "Doctor", "Finding", "LookupWatch", "Report", "SeenLookup"]

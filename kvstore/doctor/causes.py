@@ -77,12 +77,15 @@ class Examiner:
     def _diagnosis(
         self, lookup: SeenLookup, prefixes: Sequence[int], windows: Sequence[int], places: Sequence[int]
     ) -> Diagnosis:
-        size, matched = lookup.tokens.size, lookup.matched_tokens
+        size = lookup.tokens.size
+        before = self._prefixes.longest(prefixes, lookup.home) * GRAIN_TOKENS
+        matched = lookup.matched_tokens
+        if matched is None:
+            matched = before // lookup.block_tokens * lookup.block_tokens
         if size < lookup.block_tokens:
             return Diagnosis(Cause.SHORT, 0, size)
         if size - matched < lookup.block_tokens:
             return Diagnosis(Cause.FOUND, matched, 0)
-        before = self._prefixes.longest(prefixes, lookup.home) * GRAIN_TOKENS
         if before >= matched + max(lookup.block_tokens, _SLACK_TOKENS):
             return Diagnosis(Cause.EVICTED, matched, before - matched)
         parted_at = max(before, matched)

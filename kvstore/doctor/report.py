@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from kvstore.doctor.causes import Diagnosis
     from kvstore.doctor.seen import SeenLookup
 
-_DAY_SECONDS = 86_400
+DAY_SECONDS = 86_400
 _NAMESPACES_MAX = 256
 _PLACES_MAX = 64  # at which prompts of one namespace part, by cause
 
 ADVICE = {
     Cause.SHORT: "prompts shorter than a block are never stored: smaller blocks would take them, at more cost each",
     Cause.EVICTED: "it was stored and had to leave: more room would keep it; `kvstore stats --what-if` says how much",
-    Cause.SPLIT: "the same tokens are kept apart by their {differs_in}: where results are the same, make that the same",
+    Cause.SPLIT: "the same tokens are kept apart by their {differs_in}: where results are the same, make that the same "
+    "(a root is adapter, cache salt and weights epoch)",
     Cause.VOLATILE: "text that changes with each request (a date, an id, a name) stands before text that does not: "
     "put it behind, or into the user's turn",
     Cause.REORDERED: "the same parts come in another order (tools, documents, examples): sort them",
@@ -89,18 +90,19 @@ class Tallies:
             tally.places[diagnosis.parted_at] += 1
         tally.differs_in[diagnosis.differs_in] += 1
 
-    def report(self, seconds: float, skipped: int) -> Report:
-        """All that was counted in so many seconds; `skipped` requests more were not looked at."""
+    def report(self, seconds: float, skipped: int, tenant: str | None = None) -> Report:
+        """All that was counted in so many seconds, or what is a tenant's own of it; `skipped` were not looked at."""
+        mine = {key: tally for key, tally in self._tallies.items() if tenant in (None, key[0][0])}
         causes: Counter[Cause] = Counter()
-        for (_, cause), tally in self._tallies.items():
+        for (_, cause), tally in mine.items():
             causes[cause] += tally.requests
-        requests = sum(self._requests.values())
-        scale = _DAY_SECONDS / max(seconds, 1.0) * (requests + skipped) / max(requests, 1)
-        findings = [
-            self._finding(key, cause, tally, scale) for (key, cause), tally in self._tallies.items() if cause in ADVICE
-        ]
+        requests = causes.total()
+        seen = max(self._requests.total(), 1)
+        scale = DAY_SECONDS / max(seconds, 1.0) * (seen + skipped) / seen
+        findings = [self._finding(key, cause, tally, scale) for (key, cause), tally in mine.items() if cause in ADVICE]
         ordered = sorted(findings, key=lambda finding: (-finding.tokens_per_day, finding.tenant, finding.model))
-        return Report(seconds, requests, skipped, dict(causes), tuple(ordered))
+        share = skipped if tenant is None else round(skipped * requests / seen)
+        return Report(seconds, requests, share, dict(causes), tuple(ordered))
 
     def _finding(self, key: tuple[str, str], cause: Cause, tally: _Tally, scale: float) -> Finding:
         (parted_at, _), *_ = tally.places.most_common(1)

@@ -31,9 +31,12 @@ class Home:
 
 @dataclass(frozen=True, slots=True)
 class SeenLookup:
-    """A prompt that was looked up, and how many of its tokens were found."""
+    """A prompt that was looked up, and how many of its tokens were found.
+
+    None where nobody knows: it is then taken for as many as were looked up before, in whole blocks.
+    """
 
     home: Home
     tokens: TokenArray
-    matched_tokens: int
+    matched_tokens: int | None
     block_tokens: int

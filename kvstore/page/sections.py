@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 RECENT_SECONDS = 300.0
 _METHODS_MAX = 16
+_FINDINGS_MAX = 16
 TIERS = ("device", "host", "disk", "peer")  # as a lookup prefers them
 
 
@@ -33,6 +34,7 @@ def render(sources: PageSources, history: History) -> dict[str, str]:
         "latency": _latency(recent),
         "prefixes": _prefixes(sources),
         "what-if": _what_if(stats),
+        "doctor": _doctor(sources),
         "nodes": _nodes(sources),
     }
 
@@ -145,6 +147,31 @@ def _what_if_of(tier: str, found: Sequence[WhatIf]) -> str:
         top=1.0,
     )
     return charts.lines(axes, [charts.Series(f"{tier} and above", [row.hit_rate for row in rows])], marked=today)
+
+
+def _doctor(sources: PageSources) -> str:
+    """Why prompts were not found, what costs most first."""
+    if sources.doctor is None:
+        return "<p>Nobody looks at prompts: doctor.enabled is false.</p>"
+    report = sources.doctor()
+    seen = f"{amount(report.requests)} lookups in {report.seconds / 3600:.1f} hours"
+    if report.skipped:
+        seen += f", and {amount(report.skipped)} that were not looked at"
+    if not report.findings:
+        return f"<p>Nothing stands out in {escape(seen)}.</p>"
+    rows = [
+        (
+            escape(one.cause.value),
+            escape(f"{one.tenant}, {one.model}"),
+            escape(f"token {one.parted_at} (block {one.block})"),
+            percent(one.share),
+            amount(one.tokens_per_day),
+            escape(one.advice),
+        )
+        for one in report.findings[:_FINDINGS_MAX]
+    ]
+    head = ("Cause", "Tenant and model", "Where prompts part", "Lookups", "Tokens a day", "What to do")
+    return _table(f"What costs tokens, of {seen}", head, rows)
 
 
 def _nodes(sources: PageSources) -> str:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.clock import Clock
+    from kvstore.doctor import Report
     from kvstore.metrics import CallMetrics
     from kvstore.nodes import Node
     from kvstore.stats import PeerStats, StoreStats
@@ -29,7 +30,8 @@ class PageSources:
     """What a node tells its page.
 
     `prefixes` are those worth most of each namespace, the first one most. `nodes` are the living ones of its cluster,
-    empty where there is none; it may raise DirectoryUnavailableError.
+    empty where there is none; it may raise DirectoryUnavailableError. `doctor` says why
+    prompts were not found; None where nobody looks.
     """
 
     stats: Callable[[], StoreStats]
@@ -40,3 +42,4 @@ class PageSources:
     node_name: str
     version: str
     clock: Clock
+    doctor: Callable[[], Report] | None = None

@@ -90,7 +90,9 @@ def _untaken_parts(disk: PersistentTier, ns_id: bytes) -> list[bytes]:
     if not isinstance(disk, KeepingTier):
         return []
     kept_ids = {kept.ns_id for kept in disk.recovered_namespaces()}
-    return [pool_id for pool_id in (group_pool_id(ns_id, number) for number in range(GROUPS_MAX)) if pool_id in kept_ids]
+    return [
+        pool_id for pool_id in (group_pool_id(ns_id, number) for number in range(GROUPS_MAX)) if pool_id in kept_ids
+    ]
 
 
 def _open_space(index: Index, ns_id: bytes) -> Space | None:

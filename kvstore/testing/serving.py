@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvstore.api import KvStore
     from kvstore.transport.bulk_rows import BulkEngineHost
+    from kvstore.transport.cluster_view import Diagnosing
     from kvstore.transport.limits import CallObserver, NamespaceSecrets
     from kvstore.transport.security import Security
 
@@ -39,6 +40,7 @@ class ServedStore:
         security: Security | None = None,
         bulk_engine: BulkEngineHost | None = None,
         arena: str = "map",
+        doctor: Diagnosing | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served-store")
@@ -52,6 +54,7 @@ class ServedStore:
             security=security or local_security(Role.ADMIN),
             bulk_engine=bulk_engine,
             arena=arena,
+            doctor=doctor,
         )
         try:
             self.addresses = asyncio.run_coroutine_threadsafe(self.server.start(), self._loop).result()

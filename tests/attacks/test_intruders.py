@@ -166,6 +166,7 @@ READER_CALLS: dict[str, Callable[[Client], object]] = {
     "drain": lambda client: client.drain(None),
     "undrain": lambda client: client.undrain(),
     "namespaces": lambda client: client.namespaces(),
+    "reset_diagnosis": lambda client: client.reset_diagnosis(),
     "delete_namespace": lambda client: client.delete_namespace(bytes(16)),
 }
 

@@ -54,6 +54,8 @@ NEEDS_NO_SESSION = (
     "Undrain",
     "ListNamespaces",
     "DeleteNamespace",
+    "GetDiagnosis",
+    "ResetDiagnosis",
 )
 METHODS = [method for service in SERVICES for method in service.methods]
 

@@ -243,6 +243,8 @@ CALLS: dict[str, Callable[[Held], Awaitable[object]]] = {
     "KvStore.nodes": lambda held: held.client.nodes(),
     "KvStore.drain": lambda held: held.client.drain(None),
     "KvStore.undrain": lambda held: held.client.undrain(),
+    "KvStore.diagnosis": lambda held: held.client.diagnosis(),
+    "KvStore.reset_diagnosis": lambda held: held.client.reset_diagnosis(),
     "KvStore.namespaces": lambda held: held.client.namespaces(),
     "KvStore.delete_namespace": lambda held: held.client.delete_namespace(bytes(16)),
     "KvStore.locate": lambda held: held.client.locate(NAMESPACE, PROMPT),
@@ -281,7 +283,10 @@ def test_the_awaitable_methods_are_those_of_the_api_and_each_is_among_the_calls_
     api = set().union(*(public(kind, name) for name, kind in theirs.items()))
     own = set().union(*(public(kind, name) for name, kind in mine.items()))
     assert own - {"Lease.open", "Stage.open"} - NOT_AWAITED == set(CALLS)
-    own_names = ("status", "within", "nodes", "locate", "drain", "undrain", "namespaces", "delete_namespace")
+    own_names = (
+        *("status", "within", "nodes", "locate", "drain", "undrain"),
+        *("namespaces", "delete_namespace", "diagnosis", "reset_diagnosis"),
+    )
     own_calls = {f"KvStore.{name}" for name in own_names}
     assert set(CALLS) - own_calls - SHOWS_NOTHING == api - NOT_AWAITED
     for name in api - {"KvStore.close"}:

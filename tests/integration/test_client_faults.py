@@ -95,6 +95,8 @@ CALLS: dict[str, Callable[[Held], object]] = {
     "Client.nodes": lambda held: held.client.nodes(),
     "Client.drain": lambda held: held.client.drain(None),
     "Client.undrain": lambda held: held.client.undrain(),
+    "Client.diagnosis": lambda held: held.client.diagnosis(),
+    "Client.reset_diagnosis": lambda held: held.client.reset_diagnosis(),
     "Client.namespaces": lambda held: held.client.namespaces(),
     "Client.delete_namespace": lambda held: held.client.delete_namespace(bytes(16)),
     "Client.locate": lambda held: held.client.locate(NAMESPACE, PROMPT),

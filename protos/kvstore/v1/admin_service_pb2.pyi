@@ -336,3 +336,58 @@ class DeleteNamespaceResponse(_message.Message):
     blocks: int
     told: bool
     def __init__(self, epoch: _Optional[int] = ..., blocks: _Optional[int] = ..., told: bool = ...) -> None: ...
+
+class GetDiagnosisRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDiagnosisResponse(_message.Message):
+    __slots__ = ("counted", "requests", "skipped", "causes", "findings")
+    class CausesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    CAUSES_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    counted: _duration_pb2.Duration
+    requests: int
+    skipped: int
+    causes: _containers.ScalarMap[str, int]
+    findings: _containers.RepeatedCompositeFieldContainer[Finding]
+    def __init__(self, counted: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., requests: _Optional[int] = ..., skipped: _Optional[int] = ..., causes: _Optional[_Mapping[str, int]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ...) -> None: ...
+
+class Finding(_message.Message):
+    __slots__ = ("tenant", "model", "cause", "parted_at", "block", "requests", "share", "tokens_per_day", "advice")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    PARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_DAY_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    cause: str
+    parted_at: int
+    block: int
+    requests: int
+    share: float
+    tokens_per_day: int
+    advice: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., cause: _Optional[str] = ..., parted_at: _Optional[int] = ..., block: _Optional[int] = ..., requests: _Optional[int] = ..., share: _Optional[float] = ..., tokens_per_day: _Optional[int] = ..., advice: _Optional[str] = ...) -> None: ...
+
+class ResetDiagnosisRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetDiagnosisResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

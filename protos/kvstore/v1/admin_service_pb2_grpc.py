@@ -110,6 +110,16 @@ class AdminServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.FromString,
                 _registered_method=True)
+        self.GetDiagnosis = channel.unary_unary(
+                '/kvstore.v1.AdminService/GetDiagnosis',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.GetDiagnosisRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.GetDiagnosisResponse.FromString,
+                _registered_method=True)
+        self.ResetDiagnosis = channel.unary_unary(
+                '/kvstore.v1.AdminService/ResetDiagnosis',
+                request_serializer=kvstore_dot_v1_dot_admin__service__pb2.ResetDiagnosisRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ResetDiagnosisResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -224,6 +234,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDiagnosis(self, request, context):
+        """Says why prompts were not found, and what would change that: to a tenant of its own. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetDiagnosis(self, request, context):
+        """Has that count anew. Needs no session, and a caller who may name every tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -301,6 +325,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DeleteNamespace,
                     request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.SerializeToString,
+            ),
+            'GetDiagnosis': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDiagnosis,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.GetDiagnosisRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.GetDiagnosisResponse.SerializeToString,
+            ),
+            'ResetDiagnosis': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetDiagnosis,
+                    request_deserializer=kvstore_dot_v1_dot_admin__service__pb2.ResetDiagnosisRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__service__pb2.ResetDiagnosisResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -709,6 +743,60 @@ class AdminService(object):
             '/kvstore.v1.AdminService/DeleteNamespace',
             kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__service__pb2.DeleteNamespaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDiagnosis(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/GetDiagnosis',
+            kvstore_dot_v1_dot_admin__service__pb2.GetDiagnosisRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.GetDiagnosisResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetDiagnosis(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.AdminService/ResetDiagnosis',
+            kvstore_dot_v1_dot_admin__service__pb2.ResetDiagnosisRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__service__pb2.ResetDiagnosisResponse.FromString,
             options,
             channel_credentials,
             insecure,

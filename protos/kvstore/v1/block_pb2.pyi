@@ -213,7 +213,7 @@ class WhatIf(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., scale: _Optional[float] = ..., capacity_bytes: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
 
 class StoreStats(_message.Message):
-    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots", "prefetches", "prefetched_blocks", "written_bytes", "moves", "states", "codecs", "node")
+    __slots__ = ("tiers", "namespaces", "lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "stored_blocks", "present_blocks", "rejected_blocks", "evicted_blocks", "corrupt_blocks", "leases", "stages", "pins", "index_bytes", "disk_faults", "policy_bytes", "what_if", "sparse_blocks", "shortened_tokens", "quarantined_slots", "prefetches", "prefetched_blocks", "written_bytes", "moves", "states", "codecs", "node", "uptime_seconds")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +298,7 @@ class StoreStats(_message.Message):
     STATES_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.MessageMap[str, TierStats]
     namespaces: int
     lookups: int
@@ -326,7 +327,8 @@ class StoreStats(_message.Message):
     states: int
     codecs: _containers.MessageMap[str, CodecStats]
     node: str
-    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., prefetches: _Optional[_Mapping[str, int]] = ..., prefetched_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., moves: _Optional[int] = ..., states: _Optional[int] = ..., codecs: _Optional[_Mapping[str, CodecStats]] = ..., node: _Optional[str] = ...) -> None: ...
+    uptime_seconds: float
+    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., namespaces: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[_Mapping[str, int]] = ..., stored_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., rejected_blocks: _Optional[_Mapping[str, int]] = ..., evicted_blocks: _Optional[_Mapping[str, int]] = ..., corrupt_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., stages: _Optional[int] = ..., pins: _Optional[int] = ..., index_bytes: _Optional[int] = ..., disk_faults: _Optional[_Mapping[str, int]] = ..., policy_bytes: _Optional[int] = ..., what_if: _Optional[_Iterable[_Union[WhatIf, _Mapping]]] = ..., sparse_blocks: _Optional[int] = ..., shortened_tokens: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., prefetches: _Optional[_Mapping[str, int]] = ..., prefetched_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., moves: _Optional[int] = ..., states: _Optional[int] = ..., codecs: _Optional[_Mapping[str, CodecStats]] = ..., node: _Optional[str] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
 
 class CodecStats(_message.Message):
     __slots__ = ("written_blocks", "raw_bytes", "slot_bytes", "read_blocks", "max_absolute_error", "rms_relative_error", "encode_seconds", "decode_seconds")

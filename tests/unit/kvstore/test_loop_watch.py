@@ -17,7 +17,7 @@ TURN_SECONDS = 0.01
 HANGING = """
 import asyncio, os, time
 from kvstore.log_lines import log_to_stderr
-from kvstore.config import LogConfig
+from kvstore.insight_config import LogConfig
 from kvstore.loop_watch import LoopWatch
 
 async def hang_for_ever():

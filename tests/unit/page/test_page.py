@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstore.clock import SystemClock
 from kvstore.cluster_metrics import NO_PEERS
+from kvstore.doctor import Cause, Finding, Report
 from kvstore.errors import DirectoryUnavailableError
 from kvstore.metrics import CallMetrics
 from kvstore.node_pages import NodeHealth, NodePages
@@ -120,6 +121,20 @@ def test_hit_rates_are_those_of_the_counters():
     hits = text_of(render(sources, history)["hits"])
     assert "Last 5 minutes 80.0% Since the start 52.7% Tokens looked up 11.0 k" in hits
     assert "now 70.0% 10.0%" in hits
+
+
+def test_what_would_raise_the_hit_rate_is_told_with_its_place_and_its_advice():
+    finding = Finding("acme", "<m>", Cause.VOLATILE, 34, 2, 30, 0.75, 45_600_000, "move <it>")
+    report = Report(7200.0, 40, 3, {Cause.VOLATILE: 30, Cause.COLD: 10}, (finding,))
+    told = sections_of(Told(), doctor=lambda: report)["doctor"]
+    assert "of 40 lookups in 2.0 hours, and 3 that were not looked at" in told
+    assert "volatile acme, &lt;m&gt; token 34 (block 2) 75.0% 45.6 M move &lt;it&gt;" in told
+
+
+def test_where_nothing_stands_out_and_where_nobody_looks_the_page_says_so():
+    report = Report(3600.0, 5, 0, {Cause.FOUND: 5}, ())
+    assert "Nothing stands out in 5 lookups in 1.0 hours." == sections_of(Told(), doctor=lambda: report)["doctor"]
+    assert "Nobody looks at prompts: doctor.enabled is false." == sections_of(Told())["doctor"]
 
 
 def test_an_hour_is_kept_and_no_more():
@@ -237,7 +252,7 @@ def events(stream: Any) -> Iterator[dict[str, str]]:
 def test_what_changes_is_streamed_and_what_does_not_is_not(told: Told, address: str):
     with urllib.request.urlopen(f"{address}/stream") as stream:
         heard = events(stream)
-        assert {"hits", "occupancy", "moved", "latency", "prefixes", "what-if", "nodes"} == set(next(heard))
+        assert {"hits", "occupancy", "moved", "latency", "prefixes", "what-if", "doctor", "nodes"} == set(next(heard))
         told.stats = replace(told.stats, leases=77)
         changed = next(sections for sections in heard if "occupancy" in sections)
         assert "Leases 77" in text_of(changed["occupancy"])
@@ -280,7 +295,9 @@ def test_who_asks_for_headers_alone_gets_no_body_and_no_stream(address: str):
 
 
 def test_pages_are_read_and_nothing_else(address: str):
-    found = [method_of(address, method, path)[0] for method in (b"POST", b"PUT") for path in (b"/", b"/stream", b"/livez")]
+    found = [
+        method_of(address, method, path)[0] for method in (b"POST", b"PUT") for path in (b"/", b"/stream", b"/livez")
+    ]
     assert [405] * 6 == found
 
 

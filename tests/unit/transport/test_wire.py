@@ -229,9 +229,9 @@ def test_every_method_has_its_messages_and_the_number_it_had():
     names = (
         "Session OpenNamespace Match Lease Release Load Stage Write Commit Abort GetStats ReadEvents Pin Unpin Evict "
         "Clear Flush Verify Check Hint Scrub Prefetch CancelPrefetch ListNodes Locate EvictWriter FindWriters "
-        "Drain Undrain ListNamespaces DeleteNamespace"
+        "Drain Undrain ListNamespaces DeleteNamespace GetDiagnosis ResetDiagnosis"
     )
     assert names.split() == [method.name for method in Method]
-    assert list(range(1, 32)) == [method.value for method in Method]
+    assert list(range(1, 34)) == [method.value for method in Method]
     assert set(Method) == set(wire.REQUEST_TYPES)
     assert [1, 2, 3, 4, 5] == [Kind[name] for name in ("REQUEST", "RESPONSE", "ERROR", "RESEND", "DATA")]
