@@ -22,6 +22,7 @@ from kvstore.engine_event_config import EngineEventConfig, check_engine_events
 from kvstore.errors import ConfigError
 from kvstore.insight_config import DoctorConfig, LogConfig
 from kvstore.layer_groups import FIELD_BYTES_MAX
+from kvstore.metrics_config import MetricsConfig, check_metrics
 from kvstore.quantities import format_size
 from kvstore.quota_config import SIZE_BYTES_MAX, QuotaConfig, check_quotas
 from kvstore.security_config import AuthConfig, ClientConfig, TlsConfig
@@ -283,6 +284,7 @@ class Config:
         default_factory=dict, metadata={"by_name": EngineEventConfig}
     )
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
 
@@ -527,6 +529,7 @@ def _check(config: Config) -> None:
     check_quotas(config.quota, {"host": config.tiers.host.capacity_bytes, "disk": packed_bytes or config.disk_bytes})
     check_cluster(config.cluster)
     check_engine_events(config.engine_events)
+    check_metrics(config.metrics)
     check_codecs(config.codec, config.tiers.disk, {"disk": config.disk_bytes, "packed": packed_bytes})
 
 

@@ -23,6 +23,7 @@ from kvstore.engine_event_metrics import ENGINE_METRICS, Engines
 from kvstore.route_metrics import ROUTE_METRICS
 from kvstore.source_metric import Sample, SourceMetric, by_label, single
 from kvstore.stats import ClusterStats, PeerStats, RouteStats, StoreStats
+from kvstore.tenant_metrics import TENANT_METRICS, TenantUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -482,6 +483,7 @@ class Readers:
     cluster: Callable[[], ClusterStats] = ClusterStats
     peers: Callable[[], PeerStats] = lambda: NO_PEERS
     engines: Callable[[], Engines] = tuple
+    tenants: Callable[[], TenantUse] = TenantUse
 
 
 class StoreCollector(Collector):
@@ -514,6 +516,9 @@ class StoreCollector(Collector):
         engines = self._readers.engines()
         for engine_metric in ENGINE_METRICS:
             yield _family(engine_metric, engine_metric.read(engines))
+        tenants = self._readers.tenants()
+        for tenant_metric in TENANT_METRICS:
+            yield _family(tenant_metric, tenant_metric.read(tenants))
         stats = self._readers.stats()
         for store_metric in STORE_METRICS:
             yield _family(store_metric, store_metric.read(stats))
@@ -535,6 +540,7 @@ def metric_names() -> tuple[str, ...]:
         *CLUSTER_METRICS,
         *PEER_METRICS,
         *ENGINE_METRICS,
+        *TENANT_METRICS,
         *ROUTE_METRICS,
         *STORE_METRICS,
     )

@@ -45,6 +45,7 @@ from kvstore.nodes import DrainOrder, NodeReport
 from kvstore.page import PATHS, HotPrefixes, NodePage, PageSources
 from kvstore.quantities import format_size
 from kvstore.store import CodecRule, Quota, StoreSettings, open_store
+from kvstore.tenant_metrics import TenantCounts
 from kvstore.tiers.memory_limit import memory_limit, share_bytes
 from kvstore.transport.bulk_choice import engine_host
 from kvstore.transport.limits import ServiceLimits
@@ -120,10 +121,11 @@ def run(config: Config, *, ready: TextIO) -> None:
         clock = SystemClock()
         membership = open_membership(config.cluster, clock)
         store = stack.enter_context(_open(config))
+        tenants = _count_tenants(config, store)
         side = _open_cluster(config, store, membership, stack, transfers=lambda: server.transfers)
         announcer = side.announcer
         engines = stack.enter_context(following(config.engine_events, clock))
-        doctor = _open_doctor(config.doctor, store, stack)
+        doctor = _open_doctor(config.doctor, store, tenants, stack)
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -141,7 +143,7 @@ def run(config: Config, *, ready: TextIO) -> None:
         )
         watch = LoopWatch(end=_end, end_turns=_end_turns(config.server.stall_seconds_max))
         peer_stats = (lambda: NO_PEERS) if side.peers is None else side.peers.stats
-        cluster_stats = (announcer.stats, peer_stats, engines.stats)
+        cluster_stats = (announcer.stats, peer_stats, engines.stats, lambda: tenants.use(store.namespaces()))
         readers = Readers(store.stats, store.host_memory, lambda: watch.stalls, *cluster_stats)
         registry = make_registry(readers, server, calls, __version__)
         health = NodeHealth(
@@ -171,14 +173,16 @@ def _open_pages(
     return stack.enter_context(contextlib.closing(NodePages(registry, health, address, dict.fromkeys(PATHS, page))))
 
 
-def _open_doctor(config: DoctorConfig, store: Store, stack: contextlib.ExitStack) -> Doctor | None:
+def _open_doctor(
+    config: DoctorConfig, store: Store, tenants: TenantCounts, stack: contextlib.ExitStack
+) -> Doctor | None:
     """What is told of the store's lookups until the stack ends; None: nothing is to be."""
     if not config.enabled:
         return None
     doctor = Doctor(SystemClock(), cpu_share_max=config.cpu_ratio_max)
     stack.callback(doctor.close)
-    stack.callback(store.observe_lookups)  # nobody, from then on
-    store.observe_lookups(LookupWatch(doctor))
+    stack.callback(store.observe_lookups, tenants)  # the doctor no more, from then on
+    store.observe_lookups(tenants, LookupWatch(doctor))
     return doctor
 
 
@@ -227,6 +231,14 @@ def _open(config: Config) -> Store:
             **asdict(config.store),
         ),
     )
+
+
+def _count_tenants(config: Config, store: Store) -> TenantCounts:
+    """Counts the store's lookups by tenant from now on."""
+    lower_tiers = [name for name in _capacities(store) if name != "host"]
+    tenants = TenantCounts(config.metrics, lower_tiers[0] if lower_tiers else "disk")
+    store.observe_lookups(tenants)
+    return tenants
 
 
 def codec_rules(config: Config) -> tuple[CodecRule, ...]:

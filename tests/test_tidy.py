@@ -217,6 +217,7 @@ def test_every_metric_is_documented_as_it_is_declared():
         *metrics.CLUSTER_METRICS,
         *metrics.PEER_METRICS,
         *metrics.ENGINE_METRICS,
+        *metrics.TENANT_METRICS,
         *metrics.ROUTE_METRICS,
         *metrics.STORE_METRICS,
     )

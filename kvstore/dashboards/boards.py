@@ -227,4 +227,40 @@ CLIENTS = Board(
     ),
 )
 
-BOARDS = (OVERVIEW, TIERS, CLUSTER, CLIENTS)
+_TENANT = "tenant, model"
+_TENANT_HITS = _rate("kvstore_tenant_hit_tokens_total", _TENANT)
+_TENANT_LOOKUPS = _rate("kvstore_tenant_lookup_tokens_total", _TENANT)
+
+TENANTS = Board(
+    uid="kvstore-tenants",
+    title="kvstore: tenants and models",
+    panels=(
+        Panel(
+            "Whose prompts are found?",
+            (Query(f"{_TENANT_HITS} / {_TENANT_LOOKUPS}", "{{tenant}}: {{model}}"),),
+            Unit.RATIO,
+            advice="Those named in metrics.tenants and metrics.models have lines of their own, all others one.",
+        ),
+        Panel(
+            "Who asks for how much?",
+            (Query(_TENANT_LOOKUPS, "{{tenant}}: {{model}}"),),
+            Unit.PER_SECOND,
+            stacked=True,
+        ),
+        Panel(
+            "In which tier do they find it?",
+            (Query(_rate("kvstore_tenant_hit_tokens_total", "tenant, tier"), "{{tenant}}: {{tier}}"),),
+            Unit.PER_SECOND,
+            stacked=True,
+        ),
+        Panel(
+            "Who holds how much of each tier?",
+            (Query(_now("kvstore_tenant_held_bytes", "tenant, tier"), "{{tenant}}: {{tier}}"),),
+            Unit.BYTES,
+            stacked=True,
+            advice="Blocks count as engines see them; what codecs save is not taken off.",
+        ),
+    ),
+)
+
+BOARDS = (OVERVIEW, TIERS, CLUSTER, CLIENTS, TENANTS)

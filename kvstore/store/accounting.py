@@ -1,4 +1,4 @@
-"""What a store counts. Every field is guarded by the index lock."""
+"""What a store counts. Every field is guarded by the index lock, but the observers: they are read without."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kvstore.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from kvstore.store.lookup_observer import LookupObserver
     from kvstore.tiers.host import HostTier
     from kvstore.tiers.persistent import PersistentTier
-    from kvstore.types import TierRun
+    from kvstore.types import PrefixMatch, TierRun
 
 
 def lower_name(tier: PersistentTier | None) -> str:
@@ -41,6 +42,7 @@ class Accounting:
     def __init__(self, request_ids_max: int) -> None:
         self._request_ids_max = request_ids_max
         self._counted: OrderedDict[str, None] = OrderedDict()
+        self.observers: tuple[LookupObserver, ...] = ()
         self.lookups = 0
         self.lookup_tokens = 0
         self.hit_tokens: Counter[str] = Counter()
@@ -73,3 +75,8 @@ class Accounting:
         self.lookup_tokens += prompt_tokens
         for run in runs:
             self.hit_tokens[run.tier.name.lower()] += run.blocks * block_tokens
+
+    def tell(self, match: PrefixMatch) -> None:
+        """Tell the observers of a lookup that was counted; to be called without the index lock."""
+        for observer in self.observers:
+            observer.see(match)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class LookupObserver(Protocol):
-    """Told of each lookup of blocks that counts, in the thread that asked, without any lock of the store."""
+    """Told of each lookup that counts, also of states, in the thread that asked, without any lock of the store."""
 
     def see(self, match: PrefixMatch) -> None:
         """What was found of a prompt. Must not wait, nor change or keep more than what it needs: a microsecond."""

@@ -43,12 +43,16 @@ class StateCalls:
             if state is not None:
                 runs = (TierRun(Tier.HOST if Tier.HOST in state.slots else Tier.DISK, tokens),)
             accounting = self._index.accounting
-            if touch and accounting.first_lookup(request_id):
+            counts = touch and accounting.first_lookup(request_id)
+            if counts:
                 tick = self._index.next_tick()
                 if state is not None:
                     _table(space).touch(state, tick)
                 accounting.count_lookup(prompt.size, runs, 1)
-        return PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, tokens, runs)
+        match = PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, tokens, runs)
+        if counts:
+            accounting.tell(match)
+        return match
 
     @uninterrupted
     def lease(

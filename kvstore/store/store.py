@@ -106,7 +106,6 @@ class Store:
         self._stages: set[StoreStage | StateRowsStage] = set()
         self._shared = SharedStages()
         self._peers: Peers | None = None
-        self._observers: tuple[LookupObserver, ...] = ()
         self._open = True
         self._left_behind = False
         _stores.add(self)
@@ -117,7 +116,7 @@ class Store:
 
     def observe_lookups(self, *observers: LookupObserver) -> None:
         """From now on tell these of each lookup that counts, in its own thread, without a lock; they must not wait."""
-        self._observers = observers
+        self._index.accounting.observers = observers
 
     def namespace_id(self, namespace: Namespace) -> bytes:
         """The public name of a namespace; see kvstore.api.KvStore."""
@@ -156,8 +155,7 @@ class Store:
                 accounting.count_lookup(layout.prompt_tokens(prompt.size), runs, layout.block_tokens)
         match = PrefixMatch(namespace, PLAIN_ROOT if root is None else root, prompt, int(ids.size), runs)
         if counts:
-            for observer in self._observers:
-                observer.see(match)
+            accounting.tell(match)
         return match
 
     def prefetch(

@@ -32,6 +32,7 @@ def labels_of() -> dict[str, set[str]]:
         *metrics.MEMORY_METRICS,
         *metrics.CLUSTER_METRICS,
         *metrics.PEER_METRICS,
+        *metrics.TENANT_METRICS,
         *metrics.STORE_METRICS,
     )
     labels = {metric.name: set(metric.labels) for metric in declared}
