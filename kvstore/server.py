@@ -125,7 +125,7 @@ def run(config: Config, *, ready: TextIO) -> None:
         side = _open_cluster(config, store, membership, stack, transfers=lambda: server.transfers)
         announcer = side.announcer
         engines = stack.enter_context(following(config.engine_events, clock))
-        doctor = _open_doctor(config.doctor, store, stack)
+        doctor = _open_doctor(config.doctor, store, tenants, stack)
         calls = CallMetrics()
         server = TransportServer(
             store,
@@ -173,14 +173,16 @@ def _open_pages(
     return stack.enter_context(contextlib.closing(NodePages(registry, health, address, dict.fromkeys(PATHS, page))))
 
 
-def _open_doctor(config: DoctorConfig, store: Store, stack: contextlib.ExitStack) -> Doctor | None:
+def _open_doctor(
+    config: DoctorConfig, store: Store, tenants: TenantCounts, stack: contextlib.ExitStack
+) -> Doctor | None:
     """What is told of the store's lookups until the stack ends; None: nothing is to be."""
     if not config.enabled:
         return None
     doctor = Doctor(SystemClock(), cpu_share_max=config.cpu_ratio_max)
     stack.callback(doctor.close)
-    stack.callback(store.observe_lookups)  # nobody, from then on
-    store.observe_lookups(LookupWatch(doctor))
+    stack.callback(store.observe_lookups, tenants)  # the doctor no more, from then on
+    store.observe_lookups(tenants, LookupWatch(doctor))
     return doctor
 
 

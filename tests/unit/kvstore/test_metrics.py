@@ -27,6 +27,7 @@ from kvstore.stats import (
     UpstreamStats,
     WhatIf,
 )
+from kvstore.tenant_metrics import TenantUse
 from kvstore.tiers.extent_stock import HostMemoryState
 from kvstore.tiers.huge_pages import PageKind
 from kvstore.transport.arena_service import ArenaUse
@@ -92,7 +93,10 @@ ENGINES = (EngineStats("gpu-0", is_connected=True, blocks=41, events={"applied":
 ROUTE = RouteStats(
     1, 2, 3, 4, 5, 6.0, (UpstreamStats("gpu-0", is_healthy=True, waiting_tokens=7, outcomes={"answered": 8}),)
 )
-READERS = Readers(lambda: STATS, lambda: MEMORY, lambda: 32, lambda: CLUSTER, lambda: PEERS, lambda: ENGINES)
+TENANTS = TenantUse({("acme", "llama"): 90}, {("acme", "llama", "host"): 91}, {("other", "other", "disk"): 92})
+READERS = Readers(
+    lambda: STATS, lambda: MEMORY, lambda: 32, lambda: CLUSTER, lambda: PEERS, lambda: ENGINES, lambda: TENANTS
+)
 
 
 class Process:
@@ -112,6 +116,9 @@ EXPECTED = {
     ("kvstore_engine_device_blocks", "gpu-0"): 41,
     ("kvstore_engine_events_total", "gpu-0,applied"): 42,
     ("kvstore_engine_events_total", "gpu-0,gap"): 43,
+    ("kvstore_tenant_lookup_tokens_total", "acme,llama"): 90,
+    ("kvstore_tenant_hit_tokens_total", "acme,llama,host"): 91,
+    ("kvstore_tenant_held_bytes", "other,other,disk"): 92,
     ("kvstore_build_info", "1.2.3"): 1,
     ("kvstore_loop_stalls_total", ""): 32,
     ("kvstore_peer_fetches_total", "fetched"): 101,
