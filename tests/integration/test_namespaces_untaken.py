@@ -1,4 +1,4 @@
-"""Namespaces with sparse parts that nobody has used since the start: one name, and nothing left when they are deleted."""
+"""Namespaces with sparse parts that nobody has used since the start: one name, and all gone when they are deleted."""
 
 from __future__ import annotations
 
