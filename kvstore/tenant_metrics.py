@@ -34,6 +34,14 @@ class TenantUse:
     held_bytes: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Counts:
+    """Of one pair of tenant and model; hits by the number of their tier."""
+
+    lookup_tokens: int = 0
+    hit_tokens: list[int] = field(default_factory=lambda: [0] * (max(Tier) + 1))
+
+
 class TenantCounts:
     """Told of each lookup that counts. Thread-safe; O(runs of the match), and a lock of its own for additions only."""
 
@@ -43,18 +51,20 @@ class TenantCounts:
         self._models = frozenset(config.models)
         self._tier_names = {tier: tier.name.lower() for tier in Tier} | {Tier.DISK: lower_tier}
         self._lock = threading.Lock()
-        self._lookup_tokens: Counter[tuple[str, str]] = Counter()  # guarded by _lock, as the next
-        self._hit_tokens: Counter[tuple[str, str, str]] = Counter()
+        self._counts: dict[tuple[str, str], _Counts] = {}  # by labels; guarded by _lock
 
     def see(self, match: PrefixMatch) -> None:
         """Count a lookup."""
         namespace = match.namespace
         layout = namespace.layout
-        tenant, model = self._labels(namespace.tenant, namespace.model)
+        labels = self._labels(namespace.tenant, namespace.model)
         with self._lock:
-            self._lookup_tokens[tenant, model] += layout.prompt_tokens(match.prompt.size)
+            counts = self._counts.get(labels)
+            if counts is None:
+                counts = self._counts[labels] = _Counts()
+            counts.lookup_tokens += layout.prompt_tokens(match.prompt.size)
             for run in match.runs:
-                self._hit_tokens[tenant, model, self._tier_names[run.tier]] += run.blocks * layout.block_tokens
+                counts.hit_tokens[run.tier] += run.blocks * layout.block_tokens
 
     def use(self, namespaces: Iterable[NamespaceStats]) -> TenantUse:
         """All that was counted, and what these namespaces hold. Those nobody has used since the start have no name."""
@@ -64,7 +74,14 @@ class TenantCounts:
             held_bytes[tenant, model, _HOST] += one.host_blocks * one.block_bytes
             held_bytes[tenant, model, self._tier_names[Tier.DISK]] += one.disk_blocks * one.block_bytes
         with self._lock:
-            return TenantUse(dict(self._lookup_tokens), dict(self._hit_tokens), dict(held_bytes))
+            looked_up = {labels: counts.lookup_tokens for labels, counts in self._counts.items()}
+            found = {
+                (*labels, self._tier_names[tier]): counts.hit_tokens[tier]
+                for labels, counts in self._counts.items()
+                for tier in Tier
+                if counts.hit_tokens[tier]
+            }
+        return TenantUse(looked_up, found, dict(held_bytes))
 
     def _labels(self, tenant: str, model: str) -> tuple[str, str]:
         return tenant if tenant in self._tenants else OTHER, model if model in self._models else OTHER
