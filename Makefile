@@ -21,7 +21,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH_SPEC)' | cksum | cut
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev demo test test-full test-cluster engines engine-vllm engine-sglang engine-llama-cpp test-engines bench soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
+.PHONY: help dev demo test test-full test-cluster engines engine-vllm engine-sglang engine-llama-cpp test-engines bench bench-check soak fuzz gpu nixl check lint types layers lint-protos check-protos protos clean
 
 help:
 	@echo 'make demo          two engines share one system prompt, on this machine'
@@ -34,6 +34,7 @@ help:
 	@echo 'make check         linters, types and layers alone'
 	@echo 'make dev           .venv with everything for development'
 	@echo 'make bench         what this version costs on this machine, to bench/results/'
+	@echo 'make bench-check   whether the core takes more instructions than it did; needs valgrind'
 	@echo 'make soak          ten minutes of load on a sidecar, which must not grow'
 	@echo 'make fuzz          a million damaged inputs for each decoder, reader and service; hours'
 	@echo 'make gpu           on a machine with a CUDA GPU: its tests, and what copies cost'
@@ -147,6 +148,10 @@ bench: dev
 	$(BIN)/python bench/bench_disk.py --json bench/results/disk.json
 	$(BIN)/python bench/bench_radix.py --json bench/results/radix-16-100k.json
 	$(BIN)/python bench/bench_radix.py --blocks 1000000 --json bench/results/radix-16-1m.json
+
+# More than 5 % more instructions fail; `python bench/bench_instructions.py --record` keeps those of this commit.
+bench-check: dev
+	$(BIN)/python bench/bench_instructions.py
 
 # Ten minutes of load: the server's memory, files and threads must stay as they are.
 soak: dev
