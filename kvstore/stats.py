@@ -75,7 +75,7 @@ class StoreStats:
     each; `shortened_tokens` were stored in full and not matched, since a sparse part that a match needs was not there.
     `codecs` are by name, empty where none was used, and known in the store's own process alone.
     `states` are sequence states; where blocks are counted, it is their pieces. `node` is what a sidecar is called, and
-    `uptime_seconds` how long it serves; an embedded store has neither.
+    `uptime_seconds` how long it serves; an embedded store has neither, and tenants are not told the latter.
     """
 
     tiers: dict[str, TierStats]

@@ -365,12 +365,12 @@ class CacheService:
         tenant = caller().tenant
         if tenant is None:
             stats = await self._state.short.run(self._store.stats)
+            stats = replace(stats, uptime_seconds=self._state.clock.monotonic() - self._state.began_at)
         else:
             namespaces, pins = (len(owners.of(tenant)) for owners in (self._state.namespaces, self._state.pins))
             stats = self._state.tenants.stats(tenant, namespaces=namespaces, pins=pins)
-        cluster = self._state.cluster
-        node = stats.node if cluster is None else cluster.node_name
-        stats = replace(stats, node=node, uptime_seconds=self._state.clock.monotonic() - self._state.began_at)
+        if self._state.cluster is not None:
+            stats = replace(stats, node=self._state.cluster.node_name)
         return pb.GetStatsResponse(stats=convert.stats_to_proto(stats))
 
     async def read_events(self, request: pb.ReadEventsRequest) -> pb.ReadEventsResponse:

@@ -40,7 +40,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def status_row(arguments: argparse.Namespace, client: Client) -> dict[str, object]:
-    """What `kvstore status --json` prints. `cluster` is null where its directory does not answer."""
+    """What `kvstore status --json` prints. `cluster` is null where its directory does not answer, and
+    `uptime_seconds` to a tenant."""
     answer, snapshot = client.status(), client.stats()
     try:
         own, known = client.nodes()
@@ -54,7 +55,7 @@ def status_row(arguments: argparse.Namespace, client: Client) -> dict[str, objec
         "ready": answer.serving and (cluster is None or cluster["state"] != NodeState.DRAINING.value),
         "version": answer.version,
         "lane": answer.lane,
-        "uptime_seconds": round(snapshot.uptime_seconds, 3),
+        "uptime_seconds": snapshot.uptime_seconds or None,
         "node": snapshot.node,
         "tiers": {name: asdict(tier) for name, tier in snapshot.tiers.items()},
         "cluster": cluster,

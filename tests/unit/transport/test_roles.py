@@ -30,7 +30,7 @@ def test_calls_of_operators_are_for_administrators():
         "Locate",
         "FindWriters",
         "GetDiagnosis",
-    }  # routers, who wrote a prompt, why it misses
+    }  # routers, writers, the doctor
     assert {Role.ADMIN} == {role_for(method.name) for method in service.methods if method.name not in open_to_readers}
     assert {Role.READ} == {role_for(name) for name in open_to_readers}
 
