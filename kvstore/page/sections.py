@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RECENT_SECONDS = 300.0
 _METHODS_MAX = 16
 _FINDINGS_MAX = 16
-TIERS = ("device", "host", "disk", "peer")  # as a lookup prefers them
+TIERS = ("device", "host", "packed", "disk", "peer")  # as a lookup prefers them; volatile tiers have further names
 
 
 def render(sources: PageSources, history: History) -> dict[str, str]:
@@ -54,7 +54,7 @@ def _hits(stats: StoreStats, steps: Sequence[Step], recent: Step | None) -> str:
 
 
 def _moved(steps: Sequence[Step]) -> str:
-    tiers = _tiers(steps[-1].ended.loaded_tokens) if steps else TIERS[1:3]
+    tiers = _tiers(steps[-1].ended.loaded_tokens) if steps else _tiers(())
     loaded = [charts.Series(tier, [step.loaded_tokens_per_second(tier) for step in steps]) for tier in tiers]
     written = charts.Series(
         "written to disk", [(step.ended.written_bytes - step.began.written_bytes) / step.seconds for step in steps]
@@ -132,7 +132,7 @@ def _prefixes(sources: PageSources) -> str:
 def _what_if(stats: StoreStats) -> str:
     if not stats.what_if:
         return "<p>There is no estimate before a tier is full: until then more room would change nothing.</p>"
-    tiers = sorted({row.tier for row in stats.what_if}, key=TIERS.index)
+    tiers = _ranked({row.tier for row in stats.what_if})
     return "".join(_what_if_of(tier, [row for row in stats.what_if if row.tier == tier]) for tier in tiers)
 
 
@@ -196,7 +196,13 @@ def _nodes(sources: PageSources) -> str:
 
 def _tiers(counted: Iterable[str]) -> list[str]:
     """The tiers to show: those counted, and the two that every node may have."""
-    return sorted({*counted, "host", "disk"}, key=TIERS.index)
+    return _ranked({*counted, "host", "disk"})
+
+
+def _ranked(tiers: Iterable[str]) -> list[str]:
+    """Tiers as a lookup prefers them, those of names of their own last."""
+    rank = {tier: number for number, tier in enumerate(TIERS)}
+    return sorted(tiers, key=lambda tier: (rank.get(tier, len(TIERS)), tier))
 
 
 def _facts(*facts: tuple[str, str]) -> str:

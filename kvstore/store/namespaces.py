@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.errors import InvalidArgumentError
 from kvstore.events import EventKind
-from kvstore.hashing import group_pool_id
+from kvstore.hashing import KEY_BYTES, group_pool_id
 from kvstore.stats import NamespaceStats
 from kvstore.tiers.persistent import KeepingTier
 from kvstore.types import GROUPS_MAX, Tier
@@ -43,7 +44,12 @@ def clear_space(index: Index, room: RoomMaker, space: Space) -> int:
 
 
 def delete_namespace(index: Index, room: RoomMaker, ns_id: bytes) -> int:
-    """The same by its public id, also where nobody has used it since the start; blocks of it then count 0."""
+    """The same by its public id, also where nobody has used it since the start; blocks of it then count 0.
+
+    Raises InvalidArgumentError for what cannot be an id.
+    """
+    if len(ns_id) != KEY_BYTES:
+        raise InvalidArgumentError(f"ns_id has {len(ns_id)} bytes, expected {KEY_BYTES}")
     space = _open_space(index, ns_id)
     if space is None and index.disk is not None:
         for pool_id in (*reversed(_untaken_parts(index.disk, ns_id)), ns_id):  # the dense blocks last, as above

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message_factory import GetMessageClass
 
 import kvstore
+from kvstore.doctor import Report
 from kvstore.errors import InvalidArgumentError, KvstoreError
 from kvstore.nodes import Deletion, DrainOrder, DrainProgress
 from kvstore.testing.blocks import store_prompt
@@ -269,7 +270,7 @@ def test_only_errors_of_kvstore_come_out_and_nothing_is_left(
 
 
 class Alone:
-    """The cluster's side of a node that is alone: it drains as it is told, and deletes what it has."""
+    """The cluster's side of a node that is alone: it drains as it is told, deletes what it has, and has a doctor."""
 
     def __init__(self, store: kvstore.KvStore) -> None:
         self.store = store
@@ -290,6 +291,12 @@ class Alone:
     def applied(self, _ns_id: bytes) -> int:
         return 0
 
+    def report(self, _tenant: str | None) -> Report:
+        return Report(1.0, 0, 0, {}, ())
+
+    def reset(self) -> None:
+        """Nothing was counted."""
+
     def delete(self, ns_id: bytes) -> Deletion:
         return Deletion(1, self.store.delete_namespace(ns_id), is_told=True)
 
@@ -298,7 +305,7 @@ async def attacked(store: kvstore.KvStore, mutator: Mutator, count: int, outcome
     """One session of so many calls on services of their own."""
     security = local_security(Role.ADMIN)
     state = ServiceState(store, {"": [b"secret"]}, LIMITS, security.access, security.clock)
-    state.draining = state.deletions = Alone(store)
+    state.draining = state.deletions = state.doctor = Alone(store)
     attacker = Attacker(state, mutator, outcomes)
     try:
         await attacker.attack(count)

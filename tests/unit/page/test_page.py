@@ -137,6 +137,19 @@ def test_where_nothing_stands_out_and_where_nobody_looks_the_page_says_so():
     assert "Nobody looks at prompts: doctor.enabled is false." == sections_of(Told())["doctor"]
 
 
+@pytest.mark.parametrize("label", ["packed", "a third-party tier"])
+def test_a_tier_of_any_name_is_shown(label: str):
+    told = Told()
+    told.stats = replace(
+        looked_up(STATS, 100, **{label: 100}),
+        tiers=STATS.tiers | {label: TierStats(2**20, 2**19, 3)},
+        loaded_tokens=STATS.loaded_tokens | {label: 100},
+        what_if=(WhatIf(label, 1.0, 2**20, 0.5),),
+    )
+    shown = sections_of(told, turns=2)
+    assert [label in shown[name] for name in ("hits", "occupancy", "moved", "what-if")] == [True] * 4
+
+
 def test_an_hour_is_kept_and_no_more():
     told = Told()
     history = History(told.sources())
