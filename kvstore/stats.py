@@ -106,7 +106,7 @@ class StoreStats:
     codecs: dict[str, CodecStats] = field(default_factory=dict)
     states: int = 0
     node: str = ""
-    uptime_seconds: float = 0.0
+    uptime_seconds: float = field(default=0.0, compare=False)  # a clock, not what was counted
 
 
 @dataclass(frozen=True, slots=True)
