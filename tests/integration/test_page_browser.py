@@ -183,9 +183,15 @@ def test_contrast_of_text_is_enough_in_both_schemes(browser: webdriver.Chrome, a
         names = ("--text", "--faint", "--link", "--trouble", "--panel", "--ground")
         style = "getComputedStyle(document.documentElement)"
         read = f"return arguments[0].map(name => {style}.getPropertyValue(name).trim())"
-        text, faint, link, trouble, *grounds = map(luminance, browser.execute_script(read, names))
+        found = WebDriverWait(browser, WAIT_SECONDS).until(lambda _: drawn(browser.execute_script(read, names)))
+        text, faint, link, trouble, *grounds = map(luminance, found)
         ratios = [contrast(one, ground) for one in (text, faint, link, trouble) for ground in grounds]
         assert min(ratios) >= 4.5, (scheme, ratios)
+
+
+def drawn(colours: list[str]) -> list[str] | None:
+    """The colours, once the style sheet is there."""
+    return colours if all(colours) else None
 
 
 def luminance(colour: str) -> float:
