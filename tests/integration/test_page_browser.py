@@ -180,18 +180,18 @@ def test_contrast_of_text_is_enough_in_both_schemes(browser: webdriver.Chrome, a
     for scheme in ("light", "dark"):
         prefer(browser, scheme)
         browser.get(address)
-        names = ("--text", "--faint", "--link", "--trouble", "--panel", "--ground")
-        style = "getComputedStyle(document.documentElement)"
-        read = f"return arguments[0].map(name => {style}.getPropertyValue(name).trim())"
-        found = WebDriverWait(browser, WAIT_SECONDS).until(lambda _: drawn(browser.execute_script(read, names)))
+        found = WebDriverWait(browser, WAIT_SECONDS).until(colours)
         text, faint, link, trouble, *grounds = map(luminance, found)
         ratios = [contrast(one, ground) for one in (text, faint, link, trouble) for ground in grounds]
         assert min(ratios) >= 4.5, (scheme, ratios)
 
 
-def drawn(colours: list[str]) -> list[str] | None:
-    """The colours, once the style sheet is there."""
-    return colours if all(colours) else None
+def colours(browser: webdriver.Chrome) -> list[str] | None:
+    """Those of text, then those of grounds, once the style sheet is there."""
+    names = ("--text", "--faint", "--link", "--trouble", "--panel", "--ground")
+    style = "getComputedStyle(document.documentElement)"
+    found = browser.execute_script(f"return arguments[0].map(name => {style}.getPropertyValue(name).trim())", names)
+    return found if all(found) else None
 
 
 def luminance(colour: str) -> float:
